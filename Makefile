@@ -1,0 +1,28 @@
+# make train | test | lint | setup — everything runs in .venv, which the first call makes.
+PYTHON ?= python3
+CONFIG ?= configs/cpu.yaml
+BIN := .venv/bin
+
+.PHONY: train test lint format setup
+train: setup
+	$(BIN)/python -m src.cli fit --config $(CONFIG)
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[vision,dev]'
+	touch $@

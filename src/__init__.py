@@ -1,0 +1,1 @@
+"""The project's package: `python -m src.cli fit --config configs/cpu.yaml`."""

@@ -1,0 +1,46 @@
+"""Rank 0 decides, every rank does the same: before training, when there may be no process group yet."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from lightning import Trainer
+
+from src.errors import UserError
+from src.run import Run
+
+DECISION = "LIGHTNING_RUN_DECISION"  # how the processes that Lightning starts learn it
+
+
+def agree(trainer: Trainer, decide: Callable[[], Run]) -> Run:
+    """The run that `decide` finds or makes on rank 0, on every rank.
+
+    Under srun and torchrun all ranks are here already, so the process group starts now and rank 0 tells the others.
+    Where Lightning starts the other processes later, they inherit the decision through the environment.
+
+    Raises:
+        UserError: on every rank, where rank 0's `decide` raised it.
+
+    """
+    strategy: Any = trainer.strategy
+    if trainer.world_size == 1:
+        return decide()
+    if decision := os.environ.get(DECISION):
+        return Run(**json.loads(decision))
+    if not strategy.cluster_environment.creates_processes_externally:  # this is rank 0 and alone so far
+        run = decide()
+        os.environ[DECISION] = json.dumps(asdict(run))
+        return run
+    strategy.setup_environment()  # Lightning calls it again and finds the group there
+    answer: dict[str, Any] = {}
+    if trainer.is_global_zero:
+        try:
+            answer = asdict(decide())
+        except UserError as error:
+            answer = {"refused": str(error)}
+    answer = strategy.broadcast(answer)
+    if "refused" in answer:
+        raise UserError(answer["refused"])
+    return Run(**answer)

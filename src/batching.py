@@ -1,0 +1,279 @@
+"""Global batch = micro batch × accumulation × world size, and the loader that keeps it.
+
+`global_batch_size` is the setting; how it is spread over devices and time follows from the machine, so one experiment
+means the same on 1, 2, 4 or 16 devices: step k trains on the same samples everywhere.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from lightning import Trainer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from src.errors import UserError
+
+WORKER_CAP = 8  # more workers than this per rank have not helped a loader that 8 could not feed
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one global batch is spread: `micro_batch_size` samples per device and forward pass."""
+
+    micro_batch_size: int
+    accumulation: int
+    world_size: int
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step, over all devices."""
+        return self.micro_batch_size * self.accumulation * self.world_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.global_batch_size} = {self.micro_batch_size} micro × {self.accumulation} accumulation "
+            f"× {self.world_size} device{'s' if self.world_size > 1 else ''}"
+        )
+
+
+def plan_batches(
+    world_size: int,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    accumulation: int | None = None,
+) -> BatchPlan | None:
+    """Derive what is not given. None means "not given"; with neither batch size there is no plan and None returns.
+
+    Raises:
+        UserError: the numbers contradict each other or leave a remainder; the text lists sizes that fit.
+
+    """
+    given = {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "trainer.accumulate_grad_batches": accumulation,
+    }
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1")
+    if global_batch_size is None:
+        return None if micro_batch_size is None else BatchPlan(micro_batch_size, accumulation or 1, world_size)
+    if micro_batch_size is None:
+        micro_batch_size = _share(global_batch_size, world_size, accumulation or 1)
+    derived = _accumulation(global_batch_size, micro_batch_size, world_size)
+    if accumulation is not None and accumulation != derived:
+        meant = micro_batch_size * accumulation * world_size
+        raise UserError(
+            f"global_batch_size {global_batch_size} contradicts micro_batch_size {micro_batch_size} × "
+            f"trainer.accumulate_grad_batches {accumulation} × {world_size} devices = {meant}: "
+            f"set --global_batch_size {meant} if you mean that, or leave one of them out"
+        )
+    return BatchPlan(micro_batch_size, derived, world_size)
+
+
+def _share(global_batch_size: int, world_size: int, accumulation: int) -> int:
+    parts = world_size * accumulation
+    if global_batch_size % parts:
+        below, above = global_batch_size // parts * parts, math.ceil(global_batch_size / parts) * parts
+        fits = " or ".join(str(size) for size in (below, above) if size)
+        times = f" × {accumulation} accumulation" if accumulation > 1 else ""
+        raise UserError(
+            f"global_batch_size {global_batch_size} cannot be shared by {world_size} devices{times}: "
+            f"use --global_batch_size {fits}"
+        )
+    return global_batch_size // parts
+
+
+def _accumulation(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    per_pass = micro_batch_size * world_size
+    if global_batch_size % per_pass == 0:
+        return global_batch_size // per_pass
+    below, above = global_batch_size // per_pass * per_pass, math.ceil(global_batch_size / per_pass) * per_pass
+    fits = " or ".join(str(size) for size in (below, above) if size)
+    message = (
+        f"global_batch_size {global_batch_size} is no multiple of micro_batch_size {micro_batch_size} × "
+        f"{world_size} devices = {per_pass}: use --global_batch_size {fits}"
+    )
+    if global_batch_size % world_size == 0:
+        share = global_batch_size // world_size
+        micros = ", ".join(str(size) for size in range(1, share + 1) if share % size == 0)
+        message += f", or --micro_batch_size from {micros}"
+    raise UserError(message)
+
+
+# Settings of the Trainer that count batches: Lightning means micro batches, a configuration means global ones.
+COUNTED = (
+    "val_check_interval",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+)
+
+
+def in_micro_batches(settings: Mapping[str, Any], accumulation: int) -> dict[str, int]:
+    """The Trainer's counts of batches (integers; fractions stay) times the accumulation.
+
+    So "validate every 100 batches, on 50" is every 100 optimizer steps on 50 × global_batch_size samples everywhere.
+    """
+    counts = {name: settings.get(name) for name in COUNTED}
+    return {name: count * accumulation for name, count in counts.items() if isinstance(count, int) and count > 0}
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """This rank's part of every micro step: the order is a function of (seed, epoch) and of nothing else.
+
+    The order of the whole data set is cut into chunks of `micro_batch_size × world_size`; each chunk is split over the
+    ranks. A global batch is `accumulation` chunks in a row, so its samples do not depend on how it is spread. The last
+    chunk of an epoch may be smaller and is split as evenly as it goes. Every sample is drawn exactly once per epoch.
+
+    Ranks of a training loader always get the same number of batches, because gradients are reduced in each of them: a
+    rank without a sample of its own in the last chunk repeats one with share 0 (see `weight`). In evaluation such a
+    rank simply gets one batch less, so that nothing is counted twice.
+    """
+
+    def __init__(
+        self, size: int, micro_batch_size: int, *, train: bool, seed: int = 0, rank: int = 0, world_size: int = 1
+    ) -> None:
+        if size < world_size:
+            raise UserError(f"a data set of {size} samples cannot be shared by {world_size} devices")
+        self.size, self.micro_batch_size, self.train, self.seed = size, micro_batch_size, train, seed
+        self.rank, self.world_size, self.epoch = rank, world_size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch's order; Lightning calls this before each epoch."""
+        self.epoch = epoch
+
+    @property
+    def chunk(self) -> int:
+        """Samples that all ranks together take in one micro step."""
+        return self.micro_batch_size * self.world_size
+
+    def _chunk_size(self, index: int) -> int:
+        return min(self.chunk, self.size - index * self.chunk)
+
+    def _bounds(self, index: int, rank: int) -> tuple[int, int]:
+        """This rank's part of chunk `index`, as positions inside the chunk."""
+        size = self._chunk_size(index)
+        return size * rank // self.world_size, size * (rank + 1) // self.world_size
+
+    def samples(self, batch_idx: int) -> int:
+        """How many samples of this rank's batch count."""
+        start, stop = self._bounds(batch_idx, self.rank)
+        return stop - start
+
+    def weight(self, batch_idx: int, accumulation: int) -> float:
+        """What this rank's mean loss must be multiplied with so that the step's gradient is the mean over its samples.
+
+        Lightning divides each loss by `accumulation` and averages gradients over ranks, which is right for full global
+        batches (weight 1) and wrong for an epoch's last, smaller one.
+        """
+        first = batch_idx // accumulation * accumulation * self.chunk
+        global_batch = min(accumulation * self.chunk, self.size - first)
+        return self.samples(batch_idx) * self.world_size * accumulation / global_batch
+
+    def __len__(self) -> int:
+        chunks = math.ceil(self.size / self.chunk)
+        return chunks if self.train or self.samples(chunks - 1) else chunks - 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.train:
+            generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch))
+            order = torch.randperm(self.size, generator=generator)
+        else:
+            order = torch.arange(self.size)
+        for index in range(len(self)):
+            start, stop = self._bounds(index, self.rank)
+            first = index * self.chunk
+            # An empty share repeats a sample of the chunk as filler; its weight is 0.
+            yield order[first + start : first + max(stop, start + 1)].tolist()
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """One 63-bit seed per (seed, epoch); neighbouring seeds and epochs do not share one."""
+    return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + 1) % 2**63
+
+
+class GlobalBatchLoader:
+    """A map-style data set in global batches, this rank's part of each.
+
+    Use it in a `LightningDataModule` (`batch_size` is the micro batch that the command line sets):
+
+        def train_dataloader(self):
+            return GlobalBatchLoader(self.train_set, self.batch_size, self.trainer, train=True)
+
+    It wraps a `DataLoader` instead of being one: Lightning re-creates DataLoaders with a `DistributedSampler`, which
+    pads with repeated samples, and leaves every other iterable as it is.
+    """
+
+    batch_sampler = None  # Lightning looks for one beside `sampler`, which alone matters here
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        micro_batch_size: int,
+        trainer: Trainer | None = None,
+        *,
+        train: bool,
+        num_workers: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        on_cpu = trainer is None or trainer.strategy.root_device.type == "cpu"
+        local_ranks = trainer.num_devices if trainer else 1
+        workers = loader_workers(num_workers, local_ranks, on_cpu)
+        # Lightning's seed_everything leaves the seed here for every process of the run.
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        size = len(cast(Sized, dataset))
+        self.sampler = GlobalBatchSampler(
+            size, micro_batch_size, train=train, seed=seed, rank=rank, world_size=world_size
+        )
+        # A generator of its own: iterators draw worker seeds from it and never from the global RNG.
+        self._generator = torch.Generator()
+        self.loader = DataLoader(
+            dataset,
+            batch_sampler=self.sampler,
+            num_workers=workers,
+            collate_fn=collate_fn,
+            pin_memory=not on_cpu,
+            persistent_workers=workers > 0,
+            generator=self._generator,
+        )
+
+    @property
+    def dataset(self) -> Dataset:
+        """The wrapped data set."""
+        return self.loader.dataset
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._generator.manual_seed(epoch_seed(self.sampler.seed, self.sampler.epoch))
+        return iter(self.loader)
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on: a Slurm job's share, not the whole node."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def loader_workers(requested: int | None, local_ranks: int, on_cpu: bool) -> int:
+    """Loader processes per rank: as asked, else this rank's share of the CPUs less one for training itself.
+
+    Training on the CPU needs the cores itself, so the default is none there.
+    """
+    share = usable_cpus() // max(local_ranks, 1)
+    if requested is None:
+        return 0 if on_cpu else max(0, min(WORKER_CAP, share - 1))
+    if requested > share:
+        # A print, not a warning: it must be seen in a log that hides warnings.
+        print(
+            f"warning: num_workers {requested} per rank, but each of {local_ranks} local rank(s) has {share} of "
+            f"{usable_cpus()} CPUs: loaders will fight for them; use --data.num_workers {max(share - 1, 0)}"
+        )
+    return requested

@@ -1,0 +1,46 @@
+"""Counts what an fp16 loss scaler does in silence: steps that it skips."""
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+
+
+class LossScale(Callback):
+    """Logs fp16/scale and fp16/skipped_steps (since the run began) where the precision has a loss scaler.
+
+    A scaler that meets an inf or NaN gradient skips the step and halves its scale. The comparison stays on the device:
+    no synchronisation but the one per log interval.
+    """
+
+    def __init__(self) -> None:
+        self._skipped: Tensor | float = 0.0
+        self._before: Tensor | None = None
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:  # noqa: D102
+        scale = self._scale(trainer)
+        self._before = None if scale is None else scale.clone()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
+        scale = self._scale(trainer)
+        if scale is None or self._before is None:
+            return
+        self._skipped = self._skipped + (scale < self._before).float()
+        self._before = None
+        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            values = {"fp16/scale": float(scale), "fp16/skipped_steps": float(self._skipped)}
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=trainer.global_step - 1)
+
+    def state_dict(self) -> dict[str, float]:  # noqa: D102
+        return {"skipped": float(self._skipped)}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:  # noqa: D102
+        self._skipped = state_dict["skipped"]
+
+    @staticmethod
+    def _scale(trainer: Trainer) -> Tensor | None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if not isinstance(scaler, torch.amp.GradScaler):
+            return None
+        # `_scale` is the device tensor; the public get_scale() would wait for the device in every step.
+        return scaler._scale

@@ -1,0 +1,36 @@
+"""`predict` ends in a file."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+
+class WritePredictions(BasePredictionWriter):
+    """Writes what `predict_step` returned, one entry per batch in the data set's order, to `predictions.pt`.
+
+    Ranks hand theirs to rank 0. Tensors and plain types load again with `torch.load(path, weights_only=True)`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(write_interval="epoch")
+        self.path = path
+
+    def write_on_epoch_end(  # noqa: D102
+        self, trainer: Trainer, pl_module: LightningModule, predictions: Any, batch_indices: Any
+    ) -> None:
+        parts: list[Any] = [predictions]
+        if trainer.world_size > 1:
+            parts = [None] * trainer.world_size
+            torch.distributed.all_gather_object(parts, predictions)
+        if not trainer.is_global_zero:
+            return
+        longest = max(len(part) for part in parts)
+        # Loaders split every batch over the ranks, so the data set's order goes batch by batch, rank by rank.
+        ordered = [part[i] for i in range(longest) for part in parts if i < len(part)]
+        temporary = self.path.with_suffix(".tmp")
+        torch.save(ordered, temporary)
+        temporary.replace(self.path)
+        print(f"predictions of {len(ordered)} batches: {self.path}")

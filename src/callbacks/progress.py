@@ -1,0 +1,81 @@
+"""A progress bar at a terminal, a line now and then in a log file: loss, speed, time left."""
+
+import sys
+import time
+
+from lightning import Callback, LightningModule, Trainer
+from tqdm import tqdm
+
+from src.callbacks.global_batch import GlobalBatch
+from src.callbacks.throughput import Throughput
+
+LINE_EVERY = 10  # seconds between two lines where there is no terminal
+
+
+class Progress(Callback):
+    """Counts optimizer steps of the whole run; numbers change once per log interval."""
+
+    def __init__(self, loss: GlobalBatch, speed: Throughput) -> None:
+        self._loss, self._speed = loss, speed
+        self._bar: tqdm | None = None
+        self._total: float = 0
+        self._first, self._start, self._printed = 0, 0.0, 0.0
+        self._validation: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        self._total = trainer.estimated_stepping_batches
+        self._first, self._start = trainer.global_step, time.monotonic()
+        if trainer.is_global_zero and sys.stderr.isatty():
+            total = None if self._total == float("inf") else int(self._total)
+            self._bar = tqdm(total=total, initial=trainer.global_step, desc="train", unit="step", dynamic_ncols=True)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
+        if not trainer.is_global_zero:
+            return
+        log_now = trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        if self._bar is not None:
+            self._bar.update(trainer.global_step - self._bar.n)
+            if log_now:
+                self._bar.set_postfix_str(self._numbers(), refresh=False)
+        elif log_now and time.monotonic() - self._printed > LINE_EVERY:
+            self._printed = time.monotonic()
+            print(f"step {trainer.global_step}/{self._total:.0f}  {self._numbers()}  {self._left(trainer)}", flush=True)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val")}
+        self._validation = metrics
+        if metrics and self._bar is None:
+            text = "  ".join(f"{key} {value:.4g}" for key, value in metrics.items())
+            print(f"step {trainer.global_step}/{self._total:.0f}  {text}", flush=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: D102
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _numbers(self) -> str:
+        parts = [] if self._loss.value is None else [f"loss {self._loss.value:.4g}"]
+        if self._bar is not None:
+            parts += [f"{key} {value:.4g}" for key, value in self._validation.items()]
+        values = self._speed.values
+        if "perf/tokens_per_sec" in values:
+            parts.append(f"{values['perf/tokens_per_sec']:,.0f} tokens/s")
+        elif "perf/samples_per_sec" in values:
+            parts.append(f"{values['perf/samples_per_sec']:,.0f} samples/s")
+        if "perf/mfu" in values:
+            parts.append(f"MFU {values['perf/mfu']:.1%}")
+        return "  ".join(parts)
+
+    def _left(self, trainer: Trainer) -> str:
+        done = trainer.global_step - self._first
+        if not done or self._total == float("inf"):
+            return ""
+        left = (self._total - trainer.global_step) * (time.monotonic() - self._start) / done
+        return f"{int(left // 3600)}:{int(left % 3600 // 60):02d}:{int(left % 60):02d} left"

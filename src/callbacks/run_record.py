@@ -1,0 +1,122 @@
+"""Keeps manifest.json and summary.json of the run directory true, whatever happens."""
+
+import time
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from src.callbacks.throughput import Throughput, peak_memory
+from src.errors import UserError
+from src.precision import refuse_mixed_cards
+from src.run import Run, describe_start
+
+REFRESH = 30  # seconds between two summaries while training
+
+
+class RunRecord(Callback):
+    """Checks the world when it stands, prints the start block, and writes the two files from rank 0.
+
+    Args:
+        run: the run directory
+        world_size: processes that the configuration asks for
+        facts: what the manifest says beside code and machine (task, batch, precision …)
+        block: lines of the start block, as (name, text)
+        again: the command that continues this run
+        speed: where samples/s come from
+
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        world_size: int,
+        facts: dict[str, Any],
+        block: list[tuple[str, str]],
+        again: str,
+        speed: Throughput,
+    ) -> None:
+        self.run, self.world_size, self.facts, self.block, self.again = run, world_size, facts, block, again
+        self._speed = speed
+        self._started = time.monotonic()
+        self._written = 0.0
+        self._before = run.read_json("summary.json").get("wall_time_seconds", 0.0)
+        self.ended = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Every rank is here: are they as many as asked, and of one kind?"""
+        if trainer.world_size != self.world_size:
+            raise UserError(
+                f"{self.world_size} processes asked for, {trainer.world_size} started: check --ntasks-per-node "
+                "and that the command runs under srun"
+            )
+        device = trainer.strategy.root_device
+        card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        cards: list[Any] = [card]
+        if trainer.world_size > 1:
+            cards = [None] * trainer.world_size
+            torch.distributed.all_gather_object(cards, card)
+        refuse_mixed_cards(cards)
+        self.cards: list[str] = cards
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            logger.log_hyperparams(self.facts | {"world_size": self.world_size})
+        width = max(len(name) for name, _ in self.block)
+        print("\n".join(f"{name:<{width}}  {text}" for name, text in self.block), flush=True)
+        old = self.run.read_json("manifest.json")
+        earlier = (
+            [
+                *old.pop("earlier_starts", []),
+                {key: old[key] for key in ("started", "host", "commit", "step", "command")},
+            ]
+            if old
+            else []
+        )
+        manifest = self.facts | {"world_size": self.world_size, "step": self.run.step, "command": self.again}
+        self.run.write_json(
+            "manifest.json", manifest | describe_start(self.run, self.cards) | {"earlier_starts": earlier}
+        )
+        self.write(trainer, "running")
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
+        if time.monotonic() - self._written > REFRESH:
+            self.write(trainer, "running")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: D102
+        interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
+        reason = "interrupted" if interrupted else "crashed"
+        self.write(trainer, reason, f"{type(exception).__name__}: {exception}".strip(": "))
+        self.ended = True
+
+    def write(self, trainer: Trainer, exit_reason: str, error: str | None = None) -> None:
+        """Write summary.json. On rank 0 only, and without talking to other ranks: one of them may be gone."""
+        if not trainer.is_global_zero:
+            return
+        self._written = time.monotonic()
+        best = next((call for call in trainer.callbacks if isinstance(call, ModelCheckpoint)), None)  # type: ignore[attr-defined]
+        score = None if best is None or best.best_model_score is None else float(best.best_model_score)
+        checkpoints = sorted((self.run.path / "checkpoints").glob("step=*.ckpt"))
+        memory = self._speed.values.get("perf/peak_memory_gib", peak_memory(trainer.strategy.root_device))
+        seconds = self._speed.seconds
+        rate = self._speed.samples * self.world_size / seconds if seconds else None
+        self.run.write_json(
+            "summary.json",
+            {
+                "exit_reason": exit_reason,
+                "error": error,
+                "last_step": trainer.global_step,
+                "best": {"metric": best.monitor, "value": score, "checkpoint": best.best_model_path}
+                if best and score is not None
+                else None,
+                "last_checkpoint": str(checkpoints[-1]) if checkpoints else None,
+                "wall_time_seconds": round(self._before + time.monotonic() - self._started, 1),
+                "samples_per_sec": None if rate is None else round(rate, 2),
+                "peak_memory_gib": round(memory, 3),
+                "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "continue_command": self.again,
+            },
+        )

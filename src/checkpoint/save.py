@@ -1,0 +1,85 @@
+"""When a run saves: the newest state every N steps and at the end, and the best by a validation metric."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+@dataclass
+class CheckpointSettings:
+    """What to save.
+
+    Args:
+        every_n_steps: optimizer steps between saves of the newest state, the most work that a killed run loses
+        keep: how many of the newest to keep
+        monitor: the validation metric that decides which state is the best
+        mode: whether a smaller (min) or a larger (max) value of it is better
+
+    """
+
+    every_n_steps: int = 500
+    keep: int = 2
+    monitor: str = "val/loss"
+    mode: Literal["min", "max"] = "min"
+
+
+class SaveNewest(Callback):
+    """Saves `step=<steps done>.ckpt` and deletes the oldest only when a newer one is there.
+
+    Lightning's own "last" is written only beside a top-k file, and its name goes stale (`last-v1.ckpt`).
+    """
+
+    def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
+        self.folder, self.every_n_steps, self.keep = folder, settings.every_n_steps, settings.keep
+        self._saved_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        self._saved_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
+        if trainer.global_step >= self._saved_step + self.every_n_steps:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        if trainer.global_step > self._saved_step:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning's debugging connector
+            return
+        # Collective: every rank takes part, whichever of them writes.
+        trainer.save_checkpoint(self.folder / f"step={trainer.global_step:08d}.ckpt")
+        self._saved_step = trainer.global_step
+        if trainer.is_global_zero:
+            for old in sorted(self.folder.glob("step=*.ckpt"))[: -self.keep]:
+                old.unlink()
+
+
+class SaveBest(ModelCheckpoint):
+    """Keeps the best state by `monitor` as `best-step=….ckpt`; says so once when nobody logs that metric."""
+
+    def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
+        super().__init__(
+            dirpath=folder,
+            filename="best-{step:08d}",
+            monitor=settings.monitor,
+            mode=settings.mode,
+            save_top_k=1,
+            save_on_train_epoch_end=False,  # but where validation ends, in the middle of an epoch or at its end
+            enable_version_counter=False,
+        )
+        self._told = False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        if self.monitor in trainer.callback_metrics or trainer.sanity_checking:
+            super().on_validation_end(trainer, pl_module)
+        elif not self._told and trainer.is_global_zero:
+            self._told = True
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            print(
+                f"note: checkpoint.monitor {self.monitor!r} is never logged (logged: {logged}), so no best checkpoint "
+                "is kept; set --checkpoint.monitor to one of them"
+            )

@@ -1,0 +1,390 @@
+"""The entry point, to be read top to bottom.
+
+    python -m src.cli fit --config configs/a100_n1_gpu4.yaml
+    python -m src.cli test --config configs/tasks/vision.yaml --config configs/cpu.yaml
+
+`configs/defaults.yaml` comes first, then the task, then every --config in order, then the options of the command line.
+"""
+
+import logging
+import os
+import shlex
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import ArgumentError, Namespace
+from lightning import Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from src.agreement import agree
+from src.batching import BatchPlan, in_micro_batches, plan_batches
+from src.callbacks.global_batch import GlobalBatch
+from src.callbacks.loss_scale import LossScale
+from src.callbacks.predictions import WritePredictions
+from src.callbacks.progress import Progress
+from src.callbacks.run_record import RunRecord
+from src.callbacks.throughput import Throughput
+from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from src.command_line import CONFIGS, class_parameters, config_files, explain, with_defaults
+from src.errors import UserError, hint
+from src.hardware import check_shape, local_cards, other_card_note, process_environment, read_shape
+from src.metrics_csv import MetricsCSV
+from src.precision import resolve_precision
+from src.run import Run, find_run, open_run, write_text
+from src.strategies import resolve_strategy
+from src.strategies.wrapping import checkpoint_activations, compile_blocks
+
+EXIT_USER = 2  # bad input: one line, nothing lost
+EXIT_CRASH = 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input)."""
+    argv = sys.argv[1:] if argv is None else argv
+    quieten()
+    try:
+        cli = ProjectCLI(argv)
+        cli.run_subcommand()
+    except UserError as error:
+        return _complain(str(error))
+    except Exception as error:
+        traceback.print_exc()
+        if advice := hint(error):
+            print(f"hint: {advice}", file=sys.stderr)
+        _leave_if_not_alone(EXIT_CRASH)
+        return EXIT_CRASH
+    if torch.distributed.is_initialized():
+        # A group that is left to the interpreter's exit can abort a run that was perfect.
+        torch.distributed.destroy_process_group()
+    return 0
+
+
+def _complain(message: str) -> int:
+    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", 0)))) == 0:
+        print("error: " + " ".join(message.split()), file=sys.stderr)
+    _leave_if_not_alone(EXIT_USER)
+    return EXIT_USER
+
+
+def _leave_if_not_alone(code: int) -> None:
+    """Where other ranks wait, leave at once: tearing down a process group that one rank has left can hang."""
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def quieten() -> None:
+    """Hide Lightning's advertising and what a user can do nothing about; warnings that matter stay."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of calls that Lightning makes
+    for message in (
+        ".*LeafSpec.*",  # Lightning 2.6.6 on torch 2.13
+        ".*does not have many workers.*",  # the number of workers is chosen by what this rank may use
+        ".*Checkpoint directory .* exists and is not empty.*",  # it continues there on purpose
+        ".*The number of training batches .* is smaller than the logging interval.*",
+        ".*infer the batch indices fetched.*",  # predictions are kept in the loader's order
+        ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation needs none of them
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+class ProjectTrainer(Trainer):
+    """Lightning's Trainer with two corrections of its command line.
+
+    `precision` may also be `auto`. And a limit of 1 stays the number 1: under the types that Lightning declares, the
+    parser reads it as 1.0, which means all batches.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        precision: str | int = "auto",
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        limits = {
+            "limit_train_batches": limit_train_batches,
+            "limit_val_batches": limit_val_batches,
+            "limit_test_batches": limit_test_batches,
+            "limit_predict_batches": limit_predict_batches,
+            "overfit_batches": overfit_batches,
+        }
+        super().__init__(*args, precision=precision, **limits, **kwargs)  # type: ignore[arg-type]  # resolved by then
+
+
+class ProjectCLI(LightningCLI):
+    """Parse, resolve what depends on the machine, build, open the run, go: in this order."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self.argv = argv
+        strict = {"exit_on_error": False, "allow_abbrev": False}
+        super().__init__(
+            args=with_defaults(argv),
+            trainer_class=ProjectTrainer,
+            save_config_callback=None,  # it refuses to continue a run; open_run keeps the configuration
+            seed_everything_default=42,
+            parser_kwargs=strict | {name: dict(strict) for name in self.subcommands()},
+            auto_configure_optimizers=False,  # optimizers belong to the module
+        )
+
+    # --- parse ---
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The settings beside trainer, model and data."""
+        parser.add_argument(
+            "--task", type=str, default="language", help="configs/tasks/<task>.yaml, if no model is named"
+        )
+        parser.add_argument(
+            "--run", type=str | None, default=None, help="name of the run; an existing one is continued"
+        )
+        parser.add_argument("--global_batch_size", type=int | None, help="samples per optimizer step over all devices")
+        parser.add_argument("--micro_batch_size", type=int | None, help="samples per device and pass")
+        parser.add_argument("--compile", type=bool, default=False, help="compile the model block by block")
+        parser.add_argument(
+            "--activation_checkpointing", type=bool, default=False, help="recompute blocks' activations"
+        )
+        parser.add_class_arguments(CheckpointSettings, "checkpoint")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse strictly; an error becomes one line."""
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            inner = self._subcommand_parsers.get(args[0], parser)
+            raise UserError(explain(error, inner, self.argv)) from error
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would let the checkpoint's hyperparameters override explicit options here."""
+
+    # --- resolve ---
+
+    def before_instantiate_classes(self) -> None:
+        """Find out what this machine makes of the configuration; refuse what cannot be."""
+        config = self.settings
+        trainer, files = config.trainer, config_files(self.argv)
+        self.config_text = self._dump_for_run()
+        self.notes: list[str] = []
+        self.shape = read_shape(trainer.accelerator, trainer.num_nodes, trainer.devices)
+        check_shape(self.shape, files, CONFIGS)
+        self.environment = process_environment(self.shape)
+        cards = local_cards(self.shape)
+        self.precision = resolve_precision(trainer.precision, cards)
+        self.strategy = resolve_strategy(trainer.strategy, self.shape.world_size)
+        self.plan = self._plan_batches(config)
+        if self.plan is not None:
+            config.data.init_args.batch_size = self.plan.micro_batch_size
+        self.notes += [note for note in (other_card_note(files, cards), self.precision.warning) if note]
+        if cards and self.precision.value == "32-true":
+            # fp32 matrix products on TF32 units; without this they do not use tensor cores at all.
+            torch.set_float32_matmul_precision("high")
+
+    @property
+    def command(self) -> str:
+        """fit, validate, test or predict."""
+        assert self.subcommand is not None
+        return self.subcommand
+
+    @property
+    def settings(self) -> Namespace:
+        """The merged configuration of the subcommand."""
+        return self.config[self.command]
+
+    def _plan_batches(self, config: Namespace) -> BatchPlan | None:
+        """The batch plan; None where the data brings its own batch size, which then is said."""
+        default = _batch_size_default(config.data)
+        accumulation = config.trainer.accumulate_grad_batches
+        if default is None:
+            if config.global_batch_size or config.micro_batch_size:
+                self.notes.append(
+                    f"global_batch_size {config.global_batch_size} cannot be enforced: "
+                    f"{_class_name(config.data or config.model)} brings its own loaders and takes no batch_size"
+                )
+            return None
+        micro, own = config.micro_batch_size, config.data.init_args.batch_size
+        if own != default:  # set by the user, and the same thing
+            if micro not in (None, own):
+                raise UserError(f"micro_batch_size {micro} contradicts data.batch_size {own}: leave one of them out")
+            micro = own
+        if micro is None and config.global_batch_size is None:
+            micro = own
+        return plan_batches(
+            self.shape.world_size, config.global_batch_size, micro, None if accumulation == 1 else accumulation
+        )
+
+    def _dump_for_run(self) -> str:
+        """The configuration as given, without the run's name: fed back with --config it starts a run of its own."""
+        config = self.settings.clone()
+        config.pop("config", None)
+        config["run"] = None
+        return self._parser(self.subcommand).dump(config, skip_validation=True)
+
+    # --- build ---
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The Trainer with what was resolved; loggers and our callbacks join when the run directory is known."""
+        config = self.config_init[self.command].trainer
+        callbacks = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
+        plugins = config.plugins if isinstance(config.plugins, list) else [config.plugins]
+        self.wants_progress = config.enable_progress_bar is not False
+        self.wants_checkpoints = config.enable_checkpointing is not False and not config.fast_dev_run
+        counts = in_micro_batches(config.as_dict(), self.plan.accumulation) if self.plan else {}
+        return super().instantiate_trainer(
+            accelerator=self.shape.accelerator,
+            devices=config.devices if self.shape.indices else self.shape.devices,
+            precision=self.precision.value,
+            strategy=self.strategy,
+            accumulate_grad_batches=self.plan.accumulation if self.plan else config.accumulate_grad_batches,
+            plugins=[*(plugin for plugin in plugins if plugin is not None), self.environment],
+            logger=config.logger if config.logger not in (None, True) else False,
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=config.enable_model_summary is True,
+            **counts,
+            **kwargs,
+        )
+
+    # --- go ---
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Lightning calls this at the end of __init__; `run_subcommand` does it when `main` asks for it."""
+
+    def run_subcommand(self) -> None:
+        """Train or evaluate in a run directory."""
+        if self.settings.activation_checkpointing:
+            checkpoint_activations(self.model)
+        if self.settings.compile:
+            compile_blocks(self.model)
+        arguments = self._prepare_subcommand_kwargs(self.command)
+        arguments["weights_only"] = True  # tensors and plain types: a checkpoint must not run code
+        if self.settings.trainer.fast_dev_run:
+            getattr(self.trainer, self.command)(**arguments)
+        elif self.command == "fit":
+            self._fit(arguments)
+        else:
+            self._evaluate(arguments)
+
+    def _fit(self, arguments: dict[str, Any]) -> None:
+        task, name = self._task_name(), self.settings.run
+        size = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3  # weights and two Adam moments
+        run = agree(self.trainer, lambda: open_run(name, task, self.config_text, size))
+        if run.state == "finished":
+            if self.trainer.is_global_zero:
+                print(f"run {run.name} is finished (step {run.step}), nothing to do: {run.folder}")
+            return
+        record = self._attach(run, task)
+        arguments["ckpt_path"] = run.checkpoint or arguments["ckpt_path"]
+        self.trainer.fit(**arguments)
+        record.write(self.trainer, "finished")
+        if self.trainer.is_global_zero:
+            write_text(run.path / "DONE", f"{self.trainer.global_step}\n")
+            print(f"run {run.folder} finished at step {self.trainer.global_step}")
+
+    def _attach(self, run: Run, task: str) -> RunRecord:
+        """Loggers, checkpoints and the rest that needs the run directory."""
+        rows = MetricsCSV(run.path / "metrics.csv")
+        rows.rewind(run.step)
+        purge = run.step if run.state == "continued" else None
+        board = TensorBoardLogger(run.path, name="", version="tensorboard", purge_step=purge)
+        self.trainer.loggers = [*self.trainer.loggers, rows, board]
+        loss, speed = GlobalBatch(), Throughput()
+        again = self._again(run)
+        record = RunRecord(run, self.shape.world_size, self._facts(task), self._block(run, task), again, speed)
+        # The record comes first: its checks must precede everything else, and it must see every exception.
+        callbacks = [record, loss, speed, LossScale(), Progress(loss, speed)][: None if self.wants_progress else -1]
+        if self.wants_checkpoints:
+            settings = self.config_init[self.command].checkpoint
+            callbacks += [SaveNewest(run.path / "checkpoints", settings), SaveBest(run.path / "checkpoints", settings)]
+        self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
+        return record
+
+    def _evaluate(self, arguments: dict[str, Any]) -> None:
+        model = yaml.safe_load(self.config_text).get("model")
+        if arguments["ckpt_path"] and self.settings.run is None:
+            run = Run(str(Path(arguments["ckpt_path"]).resolve().parent), "evaluated", arguments["ckpt_path"])
+        else:
+            run = agree(self.trainer, lambda: find_run(self.settings.run, model))
+        arguments["ckpt_path"] = arguments["ckpt_path"] or run.checkpoint
+        if self.command == "predict":
+            arguments["return_predictions"] = False
+            self.trainer.callbacks += [WritePredictions(run.path / "predictions.pt")]  # type: ignore[attr-defined]
+        if self.trainer.is_global_zero:
+            print(f"{self.command}: {arguments['ckpt_path']}")
+        metrics = getattr(self.trainer, self.command)(**arguments)
+        if self.trainer.is_global_zero and metrics:
+            merged = {key: value for part in metrics for key, value in part.items()}
+            run.write_json(f"{self.command}.json", {"checkpoint": arguments["ckpt_path"], "metrics": merged})
+
+    # --- say ---
+
+    def _task_name(self) -> str:
+        """`vision` for src.tasks.vision.VisionModule, the class's name for any other module."""
+        path = type(self.model).__module__.split(".")
+        return path[2] if path[:2] == ["src", "tasks"] else type(self.model).__name__
+
+    def _again(self, run: Run) -> str:
+        """The command that continues this run."""
+        named = any(arg == "--run" or arg.startswith("--run=") for arg in self.argv)
+        return shlex.join(["python", "-m", "src.cli", *self.argv, *([] if named else ["--run", run.name])])
+
+    def _facts(self, task: str) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "task": task,
+            "model": type(self.model).__qualname__,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "global_batch_size": plan.global_batch_size if plan else None,
+            "micro_batch_size": plan.micro_batch_size if plan else None,
+            "accumulation": self.trainer.accumulate_grad_batches,
+            "precision": self.precision.value,
+            "precision_reason": self.precision.reason,
+            "strategy": type(self.trainer.strategy).__name__,
+            "seed": self.settings.seed_everything,
+        }
+
+    def _block(self, run: Run, task: str) -> list[tuple[str, str]]:
+        facts = self._facts(task)
+        state = {"new": "new", "continued": f"continues from step {run.step}"}[run.state]
+        batch = (
+            str(self.plan)
+            if self.plan
+            else f"as {_class_name(self.settings.data or self.settings.model)}'s loaders say"
+        )
+        return [
+            ("run", f"{run.folder} ({state})"),
+            ("task", f"{task}: {facts['model']}, {facts['parameters'] / 1e6:.2f} M parameters"),
+            ("devices", f"{self.shape}, world size {self.shape.world_size}"),
+            ("strategy", facts["strategy"]),
+            ("precision", f"{self.precision.value} ({self.precision.reason})"),
+            ("global batch", batch),
+            ("continue", self._again(run)),
+            *(("note", note) for note in self.notes + run.notes),
+        ]
+
+
+def _batch_size_default(data: Namespace | None) -> int | None:
+    """What the data module takes as batch_size when nobody says; None where it has no such argument."""
+    if data is None or "batch_size" not in (data.get("init_args") or {}):
+        return None
+    default = class_parameters(data.class_path)["batch_size"].default
+    return default if isinstance(default, int) else 0
+
+
+def _class_name(config: Namespace) -> str:
+    return str(config.class_path).rsplit(".", 1)[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""What comes before Lightning's parser, and what its complaints mean in one line."""
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from src.errors import UserError
+
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+# Lines of jsonargparse's messages that repeat what it got or list what every optional type may also be.
+NOISE = re.compile(
+    r"Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but|^$"
+)
+
+
+def with_defaults(argv: list[str]) -> list[str]:
+    """The command line with `configs/defaults.yaml` and, where no other model is named, the task's file in front.
+
+    Raises:
+        UserError: no subcommand, or a --config that is missing or no YAML.
+
+    """
+    if not argv or argv[0] in ("-h", "--help", "--version"):
+        return argv or ["--help"]
+    if argv[0] not in SUBCOMMANDS:
+        near = _nearest(argv[0], SUBCOMMANDS)
+        raise UserError(f"{argv[0]!r} is no subcommand{near}; start with one of {', '.join(SUBCOMMANDS)}")
+    task = "language"
+    names_model = any(
+        arg in ("--model", "--model.class_path") or arg.startswith(("--model=", "--model.class_path=")) for arg in argv
+    )
+    for path in [str(CONFIGS / "defaults.yaml"), *config_files(argv)]:
+        config = read_config(path)
+        model = config.get("model")
+        names_model = names_model or isinstance(model, str) or (isinstance(model, dict) and "class_path" in model)
+        task = config.get("task", task)
+    for value in _values(argv, ("--task",)):
+        task = value
+    first = ["--config", str(CONFIGS / "defaults.yaml")]
+    if not names_model:
+        first += ["--config", str(_task_file(task))]
+    return [argv[0], *first, *argv[1:]]
+
+
+def _task_file(task: str) -> Path:
+    path = CONFIGS / "tasks" / f"{task}.yaml"
+    if not path.exists():
+        names = [file.stem for file in sorted(path.parent.glob("*.yaml"))]
+        raise UserError(f"task {task!r} is unknown{_nearest(str(task), names)}; configs/tasks has {', '.join(names)}")
+    return path
+
+
+def config_files(argv: list[str]) -> list[str]:
+    """The arguments of --config, in order."""
+    return list(_values(argv, ("--config", "-c")))
+
+
+def _values(argv: list[str], options: tuple[str, ...]) -> Iterator[str]:
+    for index, arg in enumerate(argv):
+        if arg in options and index + 1 < len(argv):
+            yield argv[index + 1]
+        elif arg.split("=", 1)[0] in options and "=" in arg:
+            yield arg.split("=", 1)[1]
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """A YAML file as a dictionary.
+
+    Raises:
+        UserError: missing (with the nearest name), not YAML (with the line), or not a mapping.
+
+    """
+    file = Path(path)
+    if not file.is_file():
+        there = [str(Path("configs", found.relative_to(CONFIGS))) for found in sorted(CONFIGS.rglob("*.yaml"))]
+        raise UserError(f"--config {path}: no such file{_nearest(path, there)}")
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"--config {path}{where}: not YAML: {getattr(error, 'problem', None) or error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: expected `key: value` lines, got a {type(content).__name__}")
+    return content
+
+
+def explain(error: Exception, parser: ArgumentParser, argv: list[str]) -> str:
+    """One line for a parser's error: the full key, what is wrong, the nearest valid name, the file it stands in."""
+    text = str(error)
+    keys = re.findall(r'Parser key "([^"]+)"', text)
+    path = ".".join(keys)
+    if match := re.search(r"Option '([^']+)' is not accepted", text):
+        owner = re.search(r"Problem with given class_path '([^']+)'", text)
+        name = f"{keys[0]}.init_args.{match[1]}" if keys else match[1]
+        arguments = class_parameters(owner[1]) if owner else ()
+        near = _nearest(name, [f"{keys[0]}.init_args.{argument}" for argument in arguments])
+        return f"unknown key {name}{near}{_origin(name, argv)}"
+    if match := re.search(r"does not accept option '([^']+)'", text) or re.search(
+        r"unrecognized arguments: --([^\s=]+)", text
+    ):
+        return f"unknown key {match[1]}{_nearest(match[1], _keys(parser))}{_origin(match[1], argv)}"
+    if match := re.search(r"unrecognized arguments: (.*)", text):
+        return f"{match[1]!r} belongs to no option"
+    lines = [re.sub(r"^-\s*", "", line.strip()) for line in text.splitlines()]
+    lines = [re.sub(r'Parser key "[^"]+":\s*', "", line) for line in lines if not NOISE.search(line)]
+    lines = [re.sub(r"Problem with given class_path '([^']+)':", r"\1:", line) for line in lines]
+    lines = [re.sub(r"Expected an? <class '([^']+)'>. Got value:", r"expected \1, got", line) for line in lines if line]
+    reason = " ".join(lines)
+    return f"{path}: {reason}{_origin(path, argv)}" if path else reason
+
+
+def _keys(parser: ArgumentParser) -> list[str]:
+    return [action.dest for action in parser._actions if action.dest not in ("help", "print_config")]
+
+
+def class_parameters(class_path: str) -> Mapping[str, inspect.Parameter]:
+    """What a class takes; {} where it cannot be imported."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        return inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    except (ImportError, AttributeError, ValueError, TypeError):
+        return {}
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    """` (did you mean …?)`, comparing last parts first so that a key under the wrong parent is found too."""
+    candidates = list(candidates)
+    found = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    if not found:
+        last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(candidates)}
+        found = [last[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], last, n=1, cutoff=0.75)]
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def _origin(key: str, argv: list[str]) -> str:
+    """` in <file>` for the last config file that holds the key; "" where it comes from the command line."""
+    for path in reversed(config_files(argv)):
+        node: Any = read_config(path)
+        for part in key.split("."):
+            if not isinstance(node, dict) or part not in node:
+                break
+            node = node[part]
+        else:
+            return f", in {path}"
+    return ""

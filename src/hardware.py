@@ -1,0 +1,171 @@
+"""What the configuration asks for against what is here: never fewer devices than asked, never in silence."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from lightning.pytorch.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+from src.batching import usable_cpus
+from src.errors import UserError
+from src.precision import Card
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Processes of one run: `devices` on each of `num_nodes` nodes."""
+
+    accelerator: str  # cpu | gpu
+    num_nodes: int
+    devices: int
+    indices: tuple[int, ...] | None = None  # particular GPUs, as in `devices: [2, 3]`
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes over all nodes."""
+        return self.num_nodes * self.devices
+
+    def __str__(self) -> str:
+        kind = "GPU" if self.accelerator == "gpu" else "CPU process"
+        plural = "" if self.devices == 1 else "es" if kind.endswith("s") else "s"
+        return f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''} × {self.devices} {kind}{plural}"
+
+
+def read_shape(accelerator: str, num_nodes: int, devices: int | str | list[int]) -> Shape:
+    """Turn the Trainer's three settings into numbers (`auto` and -1 mean all GPUs of this machine, one CPU process).
+
+    Raises:
+        UserError: a value that means nothing, or an accelerator other than auto, cpu, gpu, cuda.
+
+    """
+    if accelerator not in ("auto", "cpu", "gpu", "cuda"):
+        raise UserError(f"trainer.accelerator {accelerator!r} is not supported; use auto, cpu or gpu")
+    if accelerator == "auto":
+        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+    accelerator = "gpu" if accelerator == "cuda" else accelerator
+    text = str(devices).strip().strip("[]").replace(" ", "")
+    if text in ("auto", "-1"):
+        return Shape(accelerator, num_nodes, max(torch.cuda.device_count(), 1) if accelerator == "gpu" else 1)
+    try:
+        numbers = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        numbers = []
+    listed = isinstance(devices, list) or "," in text
+    if not numbers or num_nodes < 1 or (not listed and numbers[0] < 1):
+        raise UserError(
+            f"trainer.devices {devices!r} on trainer.num_nodes {num_nodes}: both are counts from 1 up "
+            "(devices may also be auto or a list of GPU indices)"
+        )
+    if listed:
+        return Shape(accelerator, num_nodes, len(numbers), tuple(numbers))
+    return Shape(accelerator, num_nodes, numbers[0])
+
+
+def check_shape(shape: Shape, configs: list[str], config_folder: Path) -> None:
+    """Refuse a shape that this machine does not have.
+
+    Raises:
+        UserError: what was asked, what is here, which shapes run here, how to send this one to a cluster.
+
+    """
+    gpus = torch.cuda.device_count()
+    if shape.accelerator == "cpu":
+        return
+    beyond = [index for index in shape.indices or () if index >= gpus]
+    if gpus >= shape.devices and not beyond:
+        return
+    asker = next((name for name in reversed(configs) if shape_label(name)), "the configuration")
+    wanted = f"GPU {beyond[0]}" if beyond else str(shape)
+    options = " ".join(f"--config {asker}" for _ in [0] if asker != "the configuration")
+    raise UserError(
+        f"{asker} asks for {wanted}; this machine has {gpus} GPU{'' if gpus == 1 else 's'} and {usable_cpus()} CPUs. "
+        f"Runs here: {', '.join(runnable_shapes(config_folder, gpus))}. On a cluster: srun --nodes={shape.num_nodes} "
+        f"--ntasks-per-node={shape.devices} --gpus-per-node={shape.devices} python -m src.cli fit {options}".rstrip()
+    )
+
+
+def runnable_shapes(config_folder: Path, gpus: int) -> list[str]:
+    """The shapes in `config_folder` that one machine with this many GPUs can run."""
+    names = []
+    for path in sorted(config_folder.glob("*.yaml")):
+        trainer = (yaml.safe_load(path.read_text()) or {}).get("trainer", {})
+        if "devices" not in trainer or trainer.get("num_nodes", 1) > 1:
+            continue
+        if trainer.get("accelerator") == "cpu" or trainer["devices"] <= gpus:
+            names.append(f"configs/{path.name}")
+    return names
+
+
+def shape_label(config: str) -> str | None:
+    """The card type in a shape's file name: `a100` for configs/a100_n1_gpu4.yaml, None for other files."""
+    stem = Path(config).stem
+    return stem.split("_")[0] if "_gpu" in stem or stem.startswith("cpu") else None
+
+
+def other_card_note(configs: list[str], cards: list[Card]) -> str | None:
+    """A note where the file's name says another card than the machine has: the name is only a label."""
+    labels = [label for label in map(shape_label, configs) if label and label != "cpu"]
+    if not labels or not cards or labels[-1] in cards[0].name.lower():
+        return None
+    return f"named for {labels[-1].upper()}, runs on {cards[0].name}"
+
+
+def local_cards(shape: Shape) -> list[Card]:
+    """The GPUs that this node gives to the run; empty on a CPU."""
+    if shape.accelerator == "cpu":
+        return []
+    indices = shape.indices or range(min(shape.devices, torch.cuda.device_count()))
+    return [Card(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in indices]
+
+
+def process_environment(shape: Shape) -> ClusterEnvironment:
+    """Who started the processes: torchrun, srun, or Lightning itself; checked against the shape.
+
+    A world that is smaller than asked would train without an error (seen with Slurm variables but no `srun`), so the
+    count that the launcher announces must be the shape's.
+
+    Raises:
+        UserError: the launcher started another number of processes than the shape has.
+
+    """
+    if TorchElasticEnvironment.detect():
+        _check_world("torchrun", int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), shape)
+        return TorchElasticEnvironment()
+    tasks = _srun_tasks()
+    if tasks > 1 or (tasks == 1 and shape.world_size == 1 and "SLURM_PROCID" in os.environ):
+        per_node = tasks // max(int(os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES", 1))), 1)
+        _check_world("srun", tasks, per_node, shape)
+        return SLURMEnvironment(auto_requeue=False)
+    if shape.num_nodes > 1 and not {"MASTER_ADDR", "NODE_RANK"} <= os.environ.keys():
+        started = "one srun task" if tasks else "one process"
+        raise UserError(
+            f"{shape} asked for, but this is {started} on one node: start it on every node, "
+            f"srun --nodes={shape.num_nodes} --ntasks-per-node={shape.devices} python -m src.cli … "
+            f"or torchrun --nnodes={shape.num_nodes} --nproc-per-node={shape.devices} -m src.cli …"
+        )
+    return LightningEnvironment()
+
+
+def _srun_tasks() -> int:
+    """Tasks of the srun step that this process is in; 0 outside of one, also in a batch script's own shell."""
+    if "SLURM_STEP_ID" not in os.environ and "SLURM_STEPID" not in os.environ:
+        return 0
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", 0)))
+
+
+def _check_world(launcher: str, tasks: int, per_node: int, shape: Shape) -> None:
+    if tasks == shape.world_size and per_node == shape.devices:
+        return
+    nodes = max(tasks // max(per_node, 1), 1)
+    raise UserError(
+        f"{launcher} started {tasks} process{'es' if tasks > 1 else ''} ({per_node} per node), the configuration asks "
+        f"for {shape}: set --trainer.num_nodes {nodes} --trainer.devices {per_node}, "
+        f"or start {shape.devices} per node on {shape.num_nodes} node{'s' if shape.num_nodes > 1 else ''}"
+    )

@@ -1,0 +1,84 @@
+"""Which precision this hardware should use, and why."""
+
+from dataclasses import dataclass
+
+from src.errors import UserError
+
+# What Lightning also accepts, as the name it stands for.
+ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+CHOICES = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+
+
+@dataclass(frozen=True)
+class Card:
+    """One accelerator: its name and CUDA compute capability."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A Lightning precision name, the reason for it, and a warning where it will cost."""
+
+    value: str
+    reason: str
+    warning: str | None = None
+
+
+def resolve_precision(requested: str | int, cards: list[Card]) -> Precision:
+    """Choose by compute capability; `cards` are the devices of this process's node, empty on a CPU.
+
+    `torch.cuda.is_bf16_supported()` is no guide: it answers True on a V100, which only emulates bf16 (its default is
+    `including_emulation=True`, see torch/cuda/__init__.py).
+
+    Raises:
+        UserError: unknown name, cards of different kinds, or fp16 autocast on a CPU.
+
+    """
+    asked = ALIASES.get(str(requested), str(requested))
+    if asked not in CHOICES:
+        raise UserError(f"trainer.precision {requested!r} is unknown; use one of {', '.join(CHOICES)}")
+    refuse_mixed_cards([card.name for card in cards])
+    if asked == "auto":
+        return _automatic(cards)
+    if not cards and asked.startswith("16"):
+        raise UserError(f"trainer.precision {asked} needs a GPU; on a CPU use 32-true or bf16-mixed")
+    native_bf16 = not cards or cards[0].capability >= (8, 0)
+    if asked.startswith("bf16") and not native_bf16:
+        card = cards[0]
+        return Precision(
+            asked,
+            "as asked",
+            f"{card.name} (compute capability {card.capability[0]}.{card.capability[1]}) has no bf16 units and "
+            "emulates it, slower than fp32; 16-mixed is the fast choice there",
+        )
+    return Precision(asked, "as asked")
+
+
+def _automatic(cards: list[Card]) -> Precision:
+    if not cards:
+        return Precision("32-true", "CPU")
+    major, minor = cards[0].capability
+    where = f"{cards[0].name}, compute capability {major}.{minor}"
+    if major >= 8:
+        return Precision("bf16-mixed", where)
+    if major == 7:
+        return Precision("16-mixed", f"{where}: no bf16 units before 8.0")
+    return Precision("32-true", f"{where}: no tensor cores before 7.0")
+
+
+def refuse_mixed_cards(names: list[str]) -> None:
+    """One job, one kind of card: the slowest sets the pace and `auto` would differ between ranks.
+
+    Raises:
+        UserError: with the list of what was found.
+
+    """
+    kinds = sorted(set(names))
+    if len(kinds) > 1:
+        found = ", ".join(f"{names.count(kind)} × {kind}" for kind in kinds)
+        raise UserError(
+            f"mixed cards in one job: {found}. Ask Slurm for one kind (--gres=gpu:<type>:N or --constraint), "
+            "or pick them with CUDA_VISIBLE_DEVICES"
+        )

@@ -1,0 +1,69 @@
+"""Image classification: loss, accuracy, optimizer."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+from lightning import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
+from torchmetrics.classification import MulticlassAccuracy
+
+from src.models.resnet import ResNet
+
+
+class VisionModule(LightningModule):
+    """Trains a small ResNet.
+
+    Args:
+        channels: of the images
+        classes: number of labels
+        width: channels of the first stage, a multiple of 8
+        stages: each after the first halves the resolution
+        lr: peak of the one-cycle schedule
+        weight_decay: of AdamW
+
+    """
+
+    def __init__(
+        self,
+        channels: int = 1,
+        classes: int = 10,
+        width: int = 32,
+        stages: int = 2,
+        lr: float = 3e-3,
+        weight_decay: float = 0.05,
+    ) -> None:
+        super().__init__()
+        self.model = ResNet(channels, classes, width, stages)
+        self.lr, self.weight_decay = lr, weight_decay
+        # One metric per split: their counts are summed over ranks when the epoch ends.
+        self.val_accuracy = MulticlassAccuracy(classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(classes, average="micro")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Mean cross entropy; the command line's callbacks log it as train/loss."""
+        images, labels = batch
+        return F.cross_entropy(self.model(images), labels)
+
+    def _evaluate(self, batch: tuple[Tensor, Tensor], split: str, accuracy: MulticlassAccuracy) -> None:
+        images, labels = batch
+        logits = self.model(images)
+        accuracy.update(logits, labels)
+        self.log(f"{split}/accuracy", accuracy, on_epoch=True, batch_size=len(labels))
+        loss = F.cross_entropy(logits, labels)
+        self.log(f"{split}/loss", loss, on_epoch=True, sync_dist=True, batch_size=len(labels))
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # noqa: D102
+        self._evaluate(batch, "val", self.val_accuracy)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # noqa: D102
+        self._evaluate(batch, "test", self.test_accuracy)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The most likely label of each image, int64 of shape (B,)."""
+        return self.model(batch[0]).argmax(-1)
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:  # noqa: D102
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        schedule = OneCycleLR(optimizer, self.lr, total_steps=int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

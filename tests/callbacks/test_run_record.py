@@ -1,0 +1,149 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.callbacks import run_record
+from src.callbacks.run_record import RunRecord
+from src.callbacks.throughput import Throughput
+from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from src.errors import UserError
+from src.run import Run
+from tests.tiny import Line, loaders, quiet_trainer
+
+AGAIN = "python -m src.cli fit --run mine"
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    (tmp_path / "mine" / "checkpoints").mkdir(parents=True)
+    return Run(str(tmp_path / "mine"), "new")
+
+
+@pytest.fixture
+def fit(run, rows):
+    """Trains 4 steps in the run directory; returns the callback and the trainer."""
+
+    def train(module=None, world_size=1, checkpoints=False, **settings):
+        speed = Throughput()
+        block = [("run", run.folder), ("global batch", "2 = 2 micro")]
+        record = RunRecord(run, world_size, {"task": "line", "precision": "32-true"}, block, AGAIN, speed)
+        callbacks = [record, speed]
+        if checkpoints:
+            chosen = CheckpointSettings(every_n_steps=2)
+            callbacks += [saver(run.path / "checkpoints", chosen) for saver in (SaveNewest, SaveBest)]
+        trainer = quiet_trainer(callbacks=callbacks, logger=[rows], max_steps=4, **settings)
+        trainer.fit(module or Line(), *loaders(trainer, torch.ones(8, 1), 2))
+        return record, trainer
+
+    return train
+
+
+def summary(run: Run) -> dict:
+    return json.loads((run.path / "summary.json").read_text())
+
+
+def test_the_start_block_is_printed_before_training(fit, capsys):
+    """Each line of the block stands on stdout, names in one column, before the first step."""
+    said = []
+
+    class Asking(Line):
+        def training_step(self, batch, batch_idx):
+            said.append(capsys.readouterr().out)
+            return super().training_step(batch, batch_idx)
+
+    fit(Asking())
+    lines = said[0].splitlines()
+    assert lines[0].startswith("run           ")
+    assert lines[1] == "global batch  2 = 2 micro"
+
+
+def test_the_manifest_says_how_it_was_started(fit, run):
+    """The manifest has the facts, the world, the card of each process and the command that goes on."""
+    fit()
+    manifest = run.read_json("manifest.json")
+    expected = {"task": "line", "precision": "32-true", "world_size": 1, "step": 0, "command": AGAIN, "cards": ["CPU"]}
+    assert expected.items() <= manifest.items()
+    assert manifest["earlier_starts"] == []
+
+
+def test_every_start_stays_in_the_manifest(fit, run):
+    """Starting again keeps when, where, with which code and from which step the run was started before."""
+    fit()
+    first = run.read_json("manifest.json")
+    run.step = 4
+    fit()
+    run.step = 9
+    fit()
+    manifest = run.read_json("manifest.json")
+    assert [start["step"] for start in manifest["earlier_starts"]] == [0, 4]
+    assert manifest["step"] == 9
+    keys = {"started", "host", "commit", "step", "command"}
+    assert manifest["earlier_starts"][0] == {key: first[key] for key in keys}
+
+
+def test_the_summary_is_true_while_it_runs(fit, run, monkeypatch):
+    """From the start and in every interval the summary says that the run is running and how far it is."""
+    seen = []
+    monkeypatch.setattr(run_record, "REFRESH", -1)
+
+    class Reading(Line):
+        def training_step(self, batch, batch_idx):
+            seen.append((summary(run)["exit_reason"], summary(run)["last_step"]))
+            return super().training_step(batch, batch_idx)
+
+    fit(Reading())
+    assert seen == [("running", step) for step in range(4)]
+
+
+def test_the_summary_says_how_it_ended(fit, run):
+    """A finished run's summary has its step, its best and newest checkpoint, speed, memory and the command."""
+    record, trainer = fit(checkpoints=True, val_check_interval=2)
+    record.write(trainer, "finished")
+    found = summary(run)
+    assert (found["exit_reason"], found["error"], found["last_step"]) == ("finished", None, 4)
+    assert found["continue_command"] == AGAIN
+    assert Path(found["last_checkpoint"]).name == "step=00000004.ckpt"
+    assert found["best"]["metric"] == "val/loss"
+    assert Path(found["best"]["checkpoint"]).name == "best-step=00000004.ckpt"
+    assert found["best"]["value"] == pytest.approx(trainer.callback_metrics["val/loss"].item())
+    assert found["samples_per_sec"] > 0
+    assert found["peak_memory_gib"] > 0
+
+
+def test_wall_time_adds_up_over_starts(fit, run):
+    """A continued run's time includes what earlier starts took."""
+    run.write_json("summary.json", {"wall_time_seconds": 5000.0})
+    fit()
+    assert summary(run)["wall_time_seconds"] >= 5000
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "text"),
+    [
+        (RuntimeError("lost a node"), "crashed", "RuntimeError: lost a node"),
+        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
+        (SystemExit(3), "interrupted", "SystemExit: 3"),
+    ],
+)
+def test_a_crash_is_in_the_summary(fit, run, error, reason, text):
+    """A run that breaks in a step says how and why, and the step that it had reached."""
+
+    class Breaking(Line):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises((type(error), SystemExit)):
+        fit(Breaking())
+    found = summary(run)
+    assert (found["exit_reason"], found["error"], found["last_step"]) == (reason, text, 3)
+
+
+def test_a_smaller_world_than_asked_is_refused(fit, run):
+    """Fewer processes than the configuration asks for stop the run before its first step and before its manifest."""
+    with pytest.raises(UserError, match="2 processes asked for, 1 started"):
+        fit(world_size=2)
+    assert run.read_json("manifest.json") == {}

@@ -1,0 +1,81 @@
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.checkpoint.choose import newest, step_inside
+
+
+def saved(path: Path, step: int) -> Path:
+    torch.save({"global_step": step, "state_dict": {"weight": torch.ones(1000)}}, path)
+    return path
+
+
+def torn(path: Path) -> Path:
+    """A file whose write was cut off half way."""
+    whole = saved(path, 999).read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    return path
+
+
+def test_the_newest_is_the_one_with_the_most_steps_inside(tmp_path):
+    """Neither the name nor the file's date decides, only the step in the file."""
+    right = saved(tmp_path / "step=00000001.ckpt", 300)
+    saved(tmp_path / "step=00000900.ckpt", 200)
+    saved(tmp_path / "zzz.ckpt", 100)
+    assert newest(tmp_path) == (right, 300)
+
+
+def test_the_best_by_metric_counts_too(tmp_path):
+    """A best checkpoint with more steps than the newest one is where training goes on; at equal steps it is not."""
+    step = saved(tmp_path / "step=00000010.ckpt", 10)
+    best = saved(tmp_path / "best-step=00000012.ckpt", 12)
+    assert newest(tmp_path) == (best, 12)
+    shutil.move(best, tmp_path / "best-step=00000010.ckpt")
+    saved(tmp_path / "best-step=00000010.ckpt", 10)
+    assert newest(tmp_path) == (step, 10)
+
+
+def test_a_torn_file_is_passed_over_and_said(tmp_path, capsys):
+    """A file that cannot be read gives way to the next newest, with a line that names it."""
+    right = saved(tmp_path / "step=00000005.ckpt", 5)
+    bad = [torn(tmp_path / "step=00000009.ckpt"), tmp_path / "step=00000008.ckpt", tmp_path / "step=00000007.ckpt"]
+    bad[1].touch()
+    torch.save({"state_dict": {}}, bad[2])
+    assert newest(tmp_path) == (right, 5)
+    said = capsys.readouterr().out
+    assert all(f"warning: {path} is no readable checkpoint" in said for path in bad)
+    assert str(right) not in said
+
+
+def test_files_without_a_readable_one_are_refused(tmp_path):
+    """Checkpoints that are all torn raise: starting from scratch would bury the work."""
+    torn(tmp_path / "step=00000009.ckpt")
+    with pytest.raises(RuntimeError, match="none of the 1 checkpoints"):
+        newest(tmp_path)
+
+
+def test_no_file_is_no_checkpoint(tmp_path):
+    """An empty or missing folder, or one with other files only, has no checkpoint and is no error."""
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "missing") is None
+    torn(tmp_path / "step=00000009.tmp")
+    assert newest(tmp_path) is None
+
+
+class Trap:
+    """Runs code when it is unpickled, as a hostile checkpoint may."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    """A file that would run code when it is read is passed over without running it."""
+    torch.save({"global_step": 10**6, "trap": Trap(tmp_path / "sprung")}, tmp_path / "step=00000001.ckpt")
+    assert step_inside(tmp_path / "step=00000001.ckpt") is None
+    assert not (tmp_path / "sprung").exists()

@@ -1,0 +1,100 @@
+import pytest
+import torch
+from lightning import Callback
+
+from src.checkpoint.choose import newest
+from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from tests.tiny import Line, loaders, quiet_trainer
+
+DATA = torch.linspace(-1, 1, 24)[:, None]
+
+
+@pytest.fixture
+def fit():
+    """Trains on 24 samples in batches of 2 (an epoch is 12 steps); returns trainer and module."""
+
+    def run(callbacks, module=None, resume=None, **settings):
+        module = Line() if module is None else module
+        trainer = quiet_trainer(callbacks=callbacks, **settings)
+        trainer.fit(module, *loaders(trainer, DATA, 2), ckpt_path=resume, weights_only=True)
+        return trainer, module
+
+    return run
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"), [(1, ["00000010"]), (2, ["00000009", "00000010"]), (3, ["00000006", "00000009", "00000010"])]
+)
+def test_the_newest_are_kept_and_the_end_is_one(tmp_path, fit, keep, expected):
+    """Every N steps and at the end a state is saved, and exactly the last K stay."""
+    fit([SaveNewest(tmp_path, CheckpointSettings(every_n_steps=3, keep=keep))], max_steps=10)
+    assert names(tmp_path) == [f"step={number}.ckpt" for number in expected]
+
+
+def test_the_old_one_goes_when_the_new_one_is_there(tmp_path, fit):
+    """While a state is being written, an older complete one is always on disk."""
+    present = []
+
+    class Watch(Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            present.append(names(tmp_path))
+
+    fit([Watch(), SaveNewest(tmp_path, CheckpointSettings(every_n_steps=2, keep=1))], max_steps=6)
+    assert present == [[], ["step=00000002.ckpt"], ["step=00000004.ckpt"]]
+
+
+def test_steps_are_optimizer_steps(tmp_path, fit):
+    """With accumulation the interval and the file's number count optimizer steps, not batches."""
+    settings = CheckpointSettings(every_n_steps=2, keep=9)
+    fit([SaveNewest(tmp_path, settings)], max_epochs=1, accumulate_grad_batches=2)
+    assert names(tmp_path) == [f"step={number:08d}.ckpt" for number in (2, 4, 6)]
+    assert newest(tmp_path) == (tmp_path / "step=00000006.ckpt", 6)
+
+
+def test_a_resumed_run_ends_like_one_that_was_never_stopped(tmp_path, fit):
+    """Going on from the state of step 12 gives exactly the weight of 20 steps in a row, and saves in its rhythm."""
+    _, whole = fit([], max_steps=20)
+    fit([SaveNewest(tmp_path, CheckpointSettings(every_n_steps=12))], max_steps=13)
+    (tmp_path / "step=00000013.ckpt").unlink()
+    found = newest(tmp_path)
+    assert found is not None
+    newer = SaveNewest(tmp_path, CheckpointSettings(every_n_steps=5))
+    trainer, resumed = fit([newer], resume=found[0], max_steps=20)
+    assert (found[1], trainer.global_step) == (12, 20)
+    assert torch.equal(whole.weight, resumed.weight)
+    assert names(tmp_path) == ["step=00000017.ckpt", "step=00000020.ckpt"]
+
+
+def test_a_trial_saves_nothing(tmp_path, fit):
+    """fast_dev_run leaves no checkpoint."""
+    fit([SaveNewest(tmp_path, CheckpointSettings(every_n_steps=1))], fast_dev_run=2)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("when", [{"val_check_interval": 3}, {"limit_train_batches": 3}])
+@pytest.mark.parametrize(("mode", "best"), [("min", 6), ("max", 9)])
+def test_the_best_by_the_metric_is_kept(tmp_path, fit, mode, best, when):
+    """One best state stays, whether validation is inside of an epoch or at its end: that of the best value."""
+
+    class Scored(Line):
+        def validation_step(self, batch, batch_idx):
+            self.log("score", {0: 0.0, 3: 0.5, 6: 0.1, 9: 0.9, 12: 0.3}[self.global_step])
+
+    saver = SaveBest(tmp_path, CheckpointSettings(monitor="score", mode=mode))
+    fit([saver], Scored(), max_steps=12, num_sanity_val_steps=1, **when)
+    assert names(tmp_path) == [f"best-step={best:08d}.ckpt"]
+    assert newest(tmp_path) == (tmp_path / f"best-step={best:08d}.ckpt", best)
+
+
+def test_a_metric_that_is_never_logged_is_said_once(tmp_path, fit, capsys):
+    """Validations without the monitored metric keep no best state, and one note names what is logged instead."""
+    saver = SaveBest(tmp_path, CheckpointSettings(monitor="val/accuracy"))
+    fit([saver], max_steps=9, val_check_interval=3)
+    said = capsys.readouterr().out
+    assert said.count("checkpoint.monitor 'val/accuracy' is never logged") == 1
+    assert "(logged: val/loss)" in said
+    assert names(tmp_path) == []

@@ -1,0 +1,71 @@
+"""Starting the real command as a user would, on models small enough for a test."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = ["--config", "configs/cpu.yaml"]
+TWO = ["--config", "configs/cpu_n1_proc2.yaml"]
+# The default task in two seconds: a model of 0.04 M parameters on the real text.
+SMALL = [
+    *("--model.width", "32", "--model.depth", "2", "--model.context", "32", "--model.sample_bytes", "0"),
+    *("--trainer.max_steps", "4", "--trainer.limit_val_batches", "2", "--trainer.val_check_interval", "2"),
+    *("--trainer.log_every_n_steps", "1", "--trainer.num_sanity_val_steps", "0"),
+]
+# What a surrounding job or launcher would hand down.
+LAUNCHERS = (
+    "SLURM_",
+    "TORCHELASTIC_",
+    "MASTER_",
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "GROUP_",
+    "NODE_RANK",
+    "LIGHTNING_RUN",
+)
+
+
+def environment(run_root: Path, **more: str) -> dict[str, str]:
+    """This process's environment without a launcher's variables, with `run_root` and one thread per process."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
+    return clean | {"RUN_ROOT": str(run_root), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | more
+
+
+def train(
+    run_root: Path, *arguments: str, launcher: tuple[str, ...] = (), check: bool = True, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m src.cli …` (or `python <launcher> src.cli …`) in the project's folder."""
+    start = [sys.executable, *(launcher or ("-m",)), "src.cli", *arguments]
+    done = subprocess.run(
+        start, cwd=ROOT, env=environment(run_root, **more), capture_output=True, text=True, timeout=300
+    )
+    if check:
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    """metrics.csv of a run directory."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(run: Path) -> list[float]:
+    """The train/loss column."""
+    return [float(row["train/loss"]) for row in rows(run) if row["train/loss"]]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def only_run(run_root: Path) -> Path:
+    """The one run directory in `run_root`."""
+    (run,) = run_root.iterdir()
+    return run

@@ -1,0 +1,193 @@
+"""Two gloo processes, started by the real command under each launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from src.tasks.language import LanguageModule
+from tests.commands import CPU, ROOT, SMALL, TWO, environment, losses, only_run, read_json, rows, train
+
+PROBE = ["--model", "tests.distributed.probe.Probe", "--data", "tests.distributed.probe.NumbersData"]
+MANY = ["--trainer.max_epochs", "2", "--global_batch_size", "8", "--trainer.num_sanity_val_steps", "0"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+
+
+def srun(run_root: Path, nodes: int, per_node: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """What srun does: every task at once, each with Slurm's variables."""
+    world = nodes * per_node
+    processes = []
+    for rank in range(world):
+        env = environment(
+            run_root,
+            SLURM_JOB_ID="4711",
+            SLURM_STEP_ID="0",
+            SLURM_JOB_NAME="train",
+            SLURM_NTASKS=str(world),
+            SLURM_STEP_NUM_TASKS=str(world),
+            SLURM_STEP_NUM_NODES=str(nodes),
+            SLURM_NNODES=str(nodes),
+            SLURM_NTASKS_PER_NODE=str(per_node),
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank % per_node),
+            SLURM_NODEID=str(rank // per_node),
+            SLURM_JOB_NODELIST="localhost",
+            SLURM_NODELIST="localhost",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(20000 + os.getpid() % 10000),
+        )
+        command = [sys.executable, "-m", "src.cli", *arguments]
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        )
+    return processes
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The loss curve of the small default task on one process."""
+    root = tmp_path_factory.mktemp("single")
+    train(root, "fit", *CPU, *SMALL)
+    return losses(only_run(root))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same on two processes that plain python started: the run directory and what was printed."""
+    root = tmp_path_factory.mktemp("plain")
+    done = train(root, "fit", *TWO, *SMALL)
+    return only_run(root), done.stdout
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Two epochs over 27 samples on two ranks, 7 for validation: the run directory and what each rank saw."""
+    root = tmp_path_factory.mktemp("probed")
+    train(root / "runs", "fit", *PROBE, *MANY, *TWO, "--data.size", "27", PROBE_FOLDER=str(root))
+    return only_run(root / "runs"), [read_json(path) for path in sorted(root.glob("probe-*.json"))]
+
+
+def test_plain_python_starts_both_and_gives_the_curve_of_one(plain: tuple[Path, str], single: list[float]) -> None:
+    """Two processes train as one does, and the start block says how the global batch is spread."""
+    run, output = plain
+    assert losses(run) == pytest.approx(single, abs=1e-5)
+    assert output.count("world size 2") == 1
+    assert "8 = 4 micro × 1 accumulation × 2 devices" in output
+    assert read_json(run / "manifest.json")["world_size"] == 2
+
+
+def test_only_rank_0_writes(plain: tuple[Path, str]) -> None:
+    """One run directory, one event file, one checkpoint: two ranks leave one set of files."""
+    run, _ = plain
+    assert len(list(run.rglob("events.out.tfevents*"))) == 1
+    assert len(list(run.glob("checkpoints/step=*.ckpt"))) == 1
+
+
+def test_a_checkpoint_of_two_ranks_loads_into_a_bare_model(plain: tuple[Path, str]) -> None:
+    """Keys carry no `module.` prefix and load strictly on one process."""
+    (path,) = plain[0].glob("checkpoints/step=*.ckpt")
+    state = torch.load(path, weights_only=True)["state_dict"]
+    LanguageModule(width=32, depth=2, context=32).load_state_dict(state, strict=True)
+
+
+def test_torchrun_gives_the_curve_of_one(tmp_path: Path, single: list[float]) -> None:
+    """The same configuration under torchrun trains as on one process, into one run directory."""
+    train(tmp_path, "fit", *TWO, *SMALL, launcher=TORCHRUN)
+    assert losses(only_run(tmp_path)) == pytest.approx(single, abs=1e-5)
+
+
+def test_srun_on_two_nodes_gives_the_curve_of_one(tmp_path: Path, single: list[float]) -> None:
+    """Two nodes with two tasks each are one world of four that trains as one process does."""
+    shape = ["--trainer.num_nodes", "2", "--trainer.devices", "2"]
+    processes = srun(tmp_path, 2, 2, "fit", *CPU, *SMALL, *shape)
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0, 0], outputs
+    assert losses(only_run(tmp_path)) == pytest.approx(single, abs=1e-5)
+
+
+def test_less_memory_is_the_same_mathematics(tmp_path: Path, single: list[float]) -> None:
+    """The lowmem preset (micro batch 1, activations recomputed) on two ranks gives the curve of the plain run."""
+    done = train(tmp_path, "fit", *TWO, *SMALL, "--config", "configs/presets/lowmem.yaml")
+    assert "8 = 1 micro × 4 accumulation × 2 devices" in done.stdout
+    assert losses(only_run(tmp_path)) == pytest.approx(single, abs=1e-5)
+
+
+def test_every_rank_starts_equal_and_draws_differently(probed: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Weights are bit-identical over ranks at step 0 and gradients after each backward; random draws differ."""
+    first, second = probed[1]
+    assert first["weights_at_start"] == second["weights_at_start"]
+    assert first["gradients"] == second["gradients"]
+    assert len(first["gradients"]) == 8
+    assert first["draw"] != second["draw"]
+
+
+def test_every_sample_is_trained_once_per_epoch_in_a_new_order(probed: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Over both ranks an epoch is the data set, without overlap, also with a rest; epochs differ in order."""
+    seen = probed[1]
+    epochs = [[batch for rank in seen for batch in rank["train"][epoch]] for epoch in ("0", "1")]
+    for batches in epochs:
+        assert sorted(number for batch in batches for number in batch) == list(range(27))
+    assert epochs[0] != epochs[1]
+    assert [len(rank["train"]["0"]) for rank in seen] == [4, 4]
+
+
+def test_evaluation_counts_no_sample_twice(probed: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Seven samples on two ranks: each is evaluated once per epoch and the logged mean is the mean of the seven."""
+    run, seen = probed
+    assert sorted(number for rank in seen for number in rank["val"]) == sorted(2 * list(range(7)))
+    assert float(rows(run)[-1]["val/mean"]) == pytest.approx(3.0)
+
+
+def test_predictions_of_two_ranks_come_in_the_data_sets_order(probed: tuple[Path, list[dict[str, Any]]]) -> None:
+    """`predict` leaves one file with every sample once, in order, that loads without pickle."""
+    run, _ = probed
+    train(run.parent, "predict", *PROBE, *TWO, "--data.size", "27")
+    batches = torch.load(run / "predictions.pt", weights_only=True)
+    assert torch.cat(batches).flatten().tolist() == list(range(7))
+
+
+def test_an_unused_branch_needs_the_named_strategy(tmp_path: Path) -> None:
+    """Plain ddp fails and the message names ddp_find_unused; with it the same model trains."""
+    arguments = ["fit", *PROBE, *MANY, *TWO, "--model.unused", "true"]
+    failed = train(tmp_path / "a", *arguments, check=False, PROBE_FOLDER=str(tmp_path))
+    assert failed.returncode == 1
+    assert "--trainer.strategy ddp_find_unused" in failed.stderr
+    train(tmp_path / "b", *arguments, "--trainer.strategy", "ddp_find_unused", PROBE_FOLDER=str(tmp_path))
+
+
+def test_one_broken_rank_ends_all_and_the_summary_says_so(tmp_path: Path) -> None:
+    """An exception on rank 1 ends the command with its traceback, a non-zero exit code and a summary."""
+    done = train(tmp_path, "fit", *PROBE, *MANY, *TWO, "--model.fail_at", "2", check=False)
+    assert done.returncode == 1
+    assert "this rank breaks on purpose" in done.stderr
+    summary = read_json(only_run(tmp_path) / "summary.json")
+    assert summary["exit_reason"] in ("crashed", "interrupted")
+    assert summary["last_step"] == 2
+
+
+def test_a_killed_rank_leaves_a_summary(tmp_path: Path) -> None:
+    """Kill -9 on rank 1: the command ends, and rank 0 has written why, how far and how to go on."""
+    endless = ["--trainer.max_steps", "100000", "--checkpoint.every_n_steps", "20"]
+    command = [sys.executable, "-m", "src.cli", "fit", *TWO, *SMALL, *endless, "--run", "killed"]
+    pipe = subprocess.PIPE
+    first = subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), stdout=pipe, stderr=pipe)
+    run = tmp_path / "killed"
+    while not list(run.glob("checkpoints/step=*.ckpt")):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.2)
+    children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+    ranks = [int(pid) for pid in children if b"src.cli" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(ranks[0], signal.SIGKILL)
+    first.communicate(timeout=120)
+    assert first.returncode != 0
+    summary = read_json(run / "summary.json")
+    assert summary["exit_reason"] in ("crashed", "interrupted")
+    assert summary["last_step"] >= 20
+    assert "--run killed" in summary["continue_command"]
+    assert Path(summary["last_checkpoint"]).exists()

@@ -1,0 +1,97 @@
+"""What only a GPU can show. Run with `python -m pytest -m gpu` on a machine with one or two NVIDIA GPUs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.commands import SMALL, losses, only_run, read_json, rows, train
+
+pytestmark = pytest.mark.gpu
+ONE, TWO = (["--config", f"configs/h100_n1_gpu{count}.yaml"] for count in (1, 2))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(next(run.glob("checkpoints/step=*.ckpt")), weights_only=True, map_location="cpu")["state_dict"]
+
+
+def test_one_gpu_trains_in_bf16_without_a_process_group(tmp_path: Path) -> None:
+    """`devices: 1` resolves precision to bf16-mixed by compute capability, has no scaler and one plain device."""
+    done = train(tmp_path, "fit", *ONE, *SMALL)
+    manifest = read_json(only_run(tmp_path) / "manifest.json")
+    assert manifest["precision"] == "bf16-mixed"
+    assert "compute capability" in manifest["precision_reason"]
+    assert manifest["strategy"] == "SingleDeviceStrategy"
+    assert "bf16-mixed (" in done.stdout
+    state = torch.load(next(only_run(tmp_path).glob("checkpoints/step=*.ckpt")), weights_only=True)
+    assert "MixedPrecision" not in state
+    assert float(rows(only_run(tmp_path))[-1]["perf/peak_memory_gib"]) > 0
+
+
+def test_fp16_has_a_scaler_whose_state_and_skips_are_kept(tmp_path: Path) -> None:
+    """16-mixed scales the loss, logs scale and skipped steps, and saves the scaler's state."""
+    train(tmp_path, "fit", *ONE, *SMALL, "--trainer.precision", "16-mixed")
+    run = only_run(tmp_path)
+    row = rows(run)[-1]
+    assert float(row["fp16/scale"]) > 0
+    assert float(row["fp16/skipped_steps"]) >= 0
+    state = torch.load(next(run.glob("checkpoints/step=*.ckpt")), weights_only=True)
+    assert state["MixedPrecision"]["scale"] > 0
+
+
+def test_the_cards_name_is_only_a_label(tmp_path: Path) -> None:
+    """A V100 shape runs on any card of that number, with a note and that card's precision."""
+    done = train(tmp_path, "fit", "--config", "configs/v100_n1_gpu2.yaml", "--trainer.devices", "1", *SMALL)
+    assert "named for V100, runs on" in done.stdout
+
+
+def test_more_gpus_than_there_are_is_refused(tmp_path: Path) -> None:
+    """Eight of four nodes: one line, exit code 2."""
+    done = train(tmp_path, "fit", "--config", "configs/h100_n4_gpu8.yaml", check=False)
+    assert done.returncode == 2
+    assert "asks for 4 nodes × 8 GPUs" in done.stderr
+
+
+def test_deterministic_training_repeats_itself(tmp_path: Path) -> None:
+    """One seed and trainer.deterministic give bit-identical weights twice on a GPU."""
+    for name in ("a", "b"):
+        train(tmp_path, "fit", *ONE, *SMALL, "--trainer.deterministic", "true", "--run", name)
+    first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_recomputed_activations_take_less_memory(tmp_path: Path) -> None:
+    """activation_checkpointing gives the same losses at a lower peak."""
+    model = ["--model.width", "512", "--model.depth", "8", "--model.context", "512", "--model.sample_bytes", "0"]
+    steps = ["--trainer.max_steps", "4", "--trainer.log_every_n_steps", "1", "--trainer.limit_val_batches", "0"]
+    for name in ("false", "true"):
+        train(tmp_path, "fit", *ONE, *model, *steps, "--activation_checkpointing", name, "--run", name)
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), abs=0.02)
+    peaks = [float(rows(tmp_path / name)[-1]["perf/peak_memory_gib"]) for name in ("true", "false")]
+    assert peaks[0] < peaks[1]
+
+
+def test_compiled_blocks_give_the_same_curve(tmp_path: Path) -> None:
+    """--compile changes speed, not the losses (bf16 rounding aside), and checkpoint names stay plain."""
+    for name in ("false", "true"):
+        train(tmp_path, "fit", *ONE, *SMALL, "--compile", name, "--run", name)
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), abs=0.02)
+    assert weights(tmp_path / "true").keys() == weights(tmp_path / "false").keys()
+
+
+@two_gpus
+def test_two_gpus_give_the_curve_of_one_under_both_launchers(tmp_path: Path) -> None:
+    """Plain python and torchrun start two NCCL ranks that train as one GPU does and leave one set of files."""
+    exact = ["--trainer.precision", "32-true"]
+    train(tmp_path / "one", "fit", *ONE, *SMALL, *exact)
+    train(tmp_path / "plain", "fit", *TWO, *SMALL, *exact)
+    train(tmp_path / "torchrun", "fit", *TWO, *SMALL, *exact, launcher=TORCHRUN)
+    curves = [losses(only_run(tmp_path / name)) for name in ("one", "plain", "torchrun")]
+    # TF32 products round to 10 bits.
+    assert curves[1] == pytest.approx(curves[0], abs=2e-3)
+    assert curves[2] == pytest.approx(curves[1], abs=1e-5)
+    run = only_run(tmp_path / "plain")
+    assert len(list(run.rglob("events.out.tfevents*"))) == 1
+    assert read_json(run / "manifest.json")["world_size"] == 2

@@ -1,0 +1,79 @@
+"""Every shipped configuration, and what the shapes say."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from src.cli import ProjectCLI, main
+from src.command_line import CONFIGS
+from src.hardware import read_shape, runnable_shapes
+
+SHAPES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "defaults.yaml")
+EVERY = sorted(path for folder in ("", "tasks", "presets") for path in (CONFIGS / folder).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
+def test_every_configuration_parses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--print_config accepts each file strictly, and what it prints is accepted again."""
+    with pytest.raises(SystemExit) as done:
+        ProjectCLI(["fit", "--config", str(path), "--print_config"])
+    assert done.value.code == 0
+    assert "class_path" in yaml.safe_load(capsys.readouterr().out)["model"]
+
+
+def test_a_printed_configuration_can_be_fed_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Feeding --print_config's output to --config prints it unchanged."""
+    printed = []
+    files = ["--config", str(CONFIGS / "tasks/vision.yaml")]
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            ProjectCLI(["fit", *files, "--print_config"])
+        printed.append(capsys.readouterr().out)
+        (tmp_path / "again.yaml").write_text(printed[-1])
+        files = ["--config", str(tmp_path / "again.yaml")]
+    assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
+def test_a_shape_says_what_its_name_says(path: Path) -> None:
+    """<gpu>_n<N>_gpu<G> asks for N nodes with G devices each and nothing else."""
+    config = yaml.safe_load(path.read_text())
+    assert config.keys() == {"trainer"}
+    shape = read_shape(**config["trainer"])
+    name = path.stem.split("_")
+    nodes = int(name[1].removeprefix("n")) if len(name) > 1 else 1
+    devices = int(name[2].removeprefix("gpu").removeprefix("proc")) if len(name) > 2 else 1
+    assert (shape.num_nodes, shape.devices) == (nodes, devices)
+    assert shape.accelerator == ("cpu" if name[0] == "cpu" else "gpu")
+
+
+def test_the_promised_shapes_are_there() -> None:
+    """One, two, four GPUs on one node and one or two on several: n1g1, n1g2, n1g4, n2g1, n2g2, n4g1."""
+    names = {path.stem for path in SHAPES}
+    wanted = {f"a100_n{n}_gpu{g}" for n, g in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))}
+    assert wanted | {"cpu", "cpu_n1_proc2", "v100_n1_gpu2", "h100_n1_gpu8", "h100_n4_gpu8"} <= names
+
+
+@pytest.mark.parametrize("path", [path for path in SHAPES if "gpu" in path.stem], ids=lambda path: path.stem)
+def test_a_shape_that_is_not_here_answers_in_one_line(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what it asks for, what is here, what runs here and how to send it to a cluster, and exits with 2."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.chdir(CONFIGS.parent)
+    assert main(["fit", "--config", f"configs/{path.name}"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"configs/{path.name} asks for" in line
+    assert "this machine has 0 GPUs" in line
+    assert "configs/cpu.yaml, configs/cpu_n1_proc2.yaml" in line
+    assert "srun --nodes=" in line
+
+
+def test_the_shapes_that_run_here_follow_the_number_of_gpus() -> None:
+    """Two GPUs run one- and two-GPU shapes of any card, not four, and no shape of several nodes."""
+    names = runnable_shapes(CONFIGS, gpus=2)
+    assert "configs/a100_n1_gpu2.yaml" in names
+    assert "configs/a100_n1_gpu4.yaml" not in names
+    assert "configs/a100_n2_gpu1.yaml" not in names

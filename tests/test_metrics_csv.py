@@ -1,0 +1,148 @@
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.metrics_csv import MetricsCSV
+from tests.tiny import Line, loaders, quiet_trainer
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def logged(path: Path, steps: range) -> None:
+    """Steps of a run that ends well."""
+    rows = MetricsCSV(path)
+    for step in steps:
+        rows.log_metrics({"train/loss": 1.0 / (step + 1)}, step)
+    rows.finalize("success")
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "metrics.csv"
+
+
+def test_metrics_of_a_step_share_a_row(path):
+    """What is logged at one step, by whomever and when, is one row."""
+    rows = MetricsCSV(path)
+    for step in (0, 1):
+        rows.log_metrics({"a": 1 + step}, step)
+        rows.log_metrics({"b": torch.tensor(2.5)}, step)  # type: ignore[dict-item]  # Lightning does that
+    rows.finalize("success")
+    assert table(path) == [{"step": "0", "a": "1.0", "b": "2.5"}, {"step": "1", "a": "2.0", "b": "2.5"}]
+
+
+def test_a_later_value_of_the_same_step_wins(path):
+    """A metric that is logged twice at a step keeps its last value."""
+    rows = MetricsCSV(path)
+    rows.log_metrics({"a": 1}, 0)
+    rows.log_metrics({"a": 2}, 0)
+    rows.finalize("success")
+    assert table(path) == [{"step": "0", "a": "2.0"}]
+
+
+def test_a_new_metric_adds_a_column_and_keeps_the_rows(path):
+    """A metric that comes later leaves earlier rows as they were, empty in its column."""
+    rows = MetricsCSV(path)
+    rows.log_metrics({"a": 1}, 0)
+    rows.log_metrics({"val/b": 2}, 1)
+    rows.log_metrics({"a": 3}, 2)
+    rows.finalize("success")
+    assert table(path) == [
+        {"step": "0", "a": "1.0", "val/b": ""},
+        {"step": "1", "a": "", "val/b": "2.0"},
+        {"step": "2", "a": "3.0", "val/b": ""},
+    ]
+
+
+def test_a_killed_run_keeps_all_but_the_open_row(path):
+    """Rows are on disk as soon as the next step begins, without any call at the end."""
+    rows = MetricsCSV(path)
+    for step in range(3):
+        rows.log_metrics({"a": step}, step)
+        rows.save()
+    assert [row["step"] for row in table(path)] == ["0", "1"]
+
+
+def test_a_second_start_appends(path):
+    """A new logger on an old file continues it, in its columns."""
+    logged(path, range(2))
+    logged(path, range(2, 4))
+    assert [row["step"] for row in table(path)] == ["0", "1", "2", "3"]
+    assert path.read_text().count("step") == 1
+
+
+def test_a_resumed_run_has_each_step_once(path):
+    """After rewinding to the checkpoint, steps that are trained again are in the file once."""
+    logged(path, range(8))
+    rows = MetricsCSV(path)
+    rows.rewind(5)
+    for step in range(5, 10):
+        rows.log_metrics({"train/loss": -1}, step)
+    rows.finalize("success")
+    assert [row["step"] for row in table(path)] == [str(step) for step in range(10)]
+    assert [row["train/loss"] for row in table(path)[4:6]] == ["0.2", "-1.0"]
+
+
+def test_rewinding_to_the_end_changes_nothing(path):
+    """A checkpoint of the last logged step drops no row and no column."""
+    logged(path, range(4))
+    before = path.read_text()
+    rows = MetricsCSV(path)
+    rows.rewind(4)
+    rows.finalize("success")
+    assert path.read_text() == before
+
+
+def test_rewinding_to_the_start_keeps_no_row(path):
+    """A run without a checkpoint starts its file anew."""
+    logged(path, range(4))
+    rows = MetricsCSV(path)
+    rows.rewind(0)
+    rows.finalize("success")
+    assert table(path) == []
+
+
+def test_validation_after_the_checkpoint_joins_the_newest_row(path):
+    """Validation that a resumed run repeats for the last kept step goes into that step's row."""
+    logged(path, range(3))
+    rows = MetricsCSV(path)
+    rows.rewind(3)
+    rows.log_metrics({"val/loss": 7}, 2)
+    rows.finalize("success")
+    assert [(row["step"], row["val/loss"]) for row in table(path)] == [("0", ""), ("1", ""), ("2", "7.0")]
+
+
+def test_rewinding_without_a_file_does_nothing(path):
+    """A new run has nothing to rewind."""
+    MetricsCSV(path).rewind(3)
+    assert not path.exists()
+
+
+def test_nothing_but_the_file_is_left_behind(path):
+    """Rewriting goes through a temporary file that does not stay."""
+    logged(path, range(3))
+    MetricsCSV(path).rewind(2)
+    assert [file.name for file in path.parent.iterdir()] == ["metrics.csv"]
+
+
+def test_a_real_training_is_one_row_per_step(path):
+    """Under Lightning, training and validation of a step are in its row and the last row is there."""
+    logger = MetricsCSV(path)
+    trainer = quiet_trainer(logger=[logger], max_steps=4, val_check_interval=2, num_sanity_val_steps=1)
+
+    class Logging(Line):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("mine", loss)
+            return loss
+
+    trainer.fit(Logging(), *loaders(trainer, torch.ones(8, 1), 2))
+    found = table(path)
+    assert [row["step"] for row in found] == ["0", "1", "2", "3"]
+    assert all(row["mine"] for row in found)
+    assert [bool(row["val/loss"]) for row in found] == [False, True, False, True]

@@ -1,0 +1,83 @@
+import pytest
+
+from src.errors import UserError
+from src.precision import CHOICES, Card, refuse_mixed_cards, resolve_precision
+
+V100 = Card("Tesla V100-SXM2-32GB", (7, 0))
+T4 = Card("Tesla T4", (7, 5))
+A100 = Card("NVIDIA A100-SXM4-80GB", (8, 0))
+H100 = Card("NVIDIA H100 80GB HBM3", (9, 0))
+B200 = Card("NVIDIA B200", (10, 0))
+P100 = Card("Tesla P100-PCIE-16GB", (6, 0))
+
+
+@pytest.mark.parametrize(
+    ("cards", "expected"),
+    [
+        ([], "32-true"),
+        ([P100], "32-true"),
+        ([V100, V100], "16-mixed"),
+        ([T4], "16-mixed"),
+        ([A100], "bf16-mixed"),
+        ([H100] * 8, "bf16-mixed"),
+        ([B200], "bf16-mixed"),
+    ],
+)
+def test_auto_is_what_the_card_has_units_for(cards, expected):
+    """`auto` is bf16 from compute capability 8.0, fp16 on 7.x, fp32 before it and on a CPU, without a warning."""
+    precision = resolve_precision("auto", cards)
+    assert (precision.value, precision.warning) == (expected, None)
+
+
+def test_auto_names_its_reason():
+    """The reason has the card and its compute capability, so that a log explains the choice."""
+    assert resolve_precision("auto", [V100]).reason.startswith("Tesla V100-SXM2-32GB, compute capability 7.0: no bf16")
+    assert resolve_precision("auto", []).reason == "CPU"
+
+
+@pytest.mark.parametrize("cards", [[V100], [A100]])
+@pytest.mark.parametrize("asked", [name for name in CHOICES if name != "auto"])
+def test_an_explicit_precision_is_never_overridden(asked, cards):
+    """What is asked for is what is used on any GPU, where it is slow too."""
+    assert resolve_precision(asked, cards).value == asked
+
+
+@pytest.mark.parametrize(
+    ("alias", "value"), [(16, "16-mixed"), ("bf16", "bf16-mixed"), (32, "32-true"), ("32", "32-true"), (64, "64-true")]
+)
+def test_lightnings_short_names_are_understood(alias, value):
+    """Numbers and short names that Lightning takes mean the same here."""
+    assert resolve_precision(alias, [A100]).value == value
+
+
+@pytest.mark.parametrize("asked", ["bf16-mixed", "bf16-true", "bf16"])
+@pytest.mark.parametrize(("card", "warned"), [(V100, True), (T4, True), (A100, False), (H100, False)])
+def test_emulated_bf16_is_warned_about(asked, card, warned):
+    """bf16 on a card that only emulates it gets a warning that names the fast choice; elsewhere there is none."""
+    warning = resolve_precision(asked, [card]).warning
+    assert (warning is not None) == warned
+    assert warning is None or ("16-mixed" in warning and card.name in warning)
+
+
+@pytest.mark.parametrize("asked", ["16-mixed", "16-true", 16])
+def test_fp16_on_a_cpu_is_refused(asked):
+    """fp16 without a GPU is refused with what works there, and that is accepted."""
+    with pytest.raises(UserError, match="use 32-true or bf16-mixed"):
+        resolve_precision(asked, [])
+    assert resolve_precision("bf16-mixed", []).warning is None
+
+
+@pytest.mark.parametrize("asked", ["fp16", "8", "transformer-engine", ""])
+def test_an_unknown_precision_is_refused_with_all_names(asked):
+    """A name that means nothing is refused with every name that does."""
+    with pytest.raises(UserError) as refused:
+        resolve_precision(asked, [A100])
+    assert all(name in str(refused.value) for name in CHOICES)
+
+
+def test_mixed_cards_are_refused_with_what_was_found():
+    """Two kinds of card in one job are refused, with the number of each, whatever the precision."""
+    with pytest.raises(UserError, match=r"1 × NVIDIA A100-SXM4-80GB, 2 × Tesla V100-SXM2-32GB"):
+        resolve_precision("32-true", [V100, A100, V100])
+    refuse_mixed_cards(["CPU", "CPU"])
+    refuse_mixed_cards([])

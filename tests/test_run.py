@@ -1,0 +1,287 @@
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from src import run as module
+from src.errors import UserError
+from src.run import Run, describe_start, filesystem, find_run, newest_first, open_run, require_room, run_root
+
+CONFIG = "model:\n  width: 8\nseed_everything: 1\n"
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    """A run root that nothing is doubtful about, wherever the tests keep their files."""
+    monkeypatch.setattr(module, "NODE_LOCAL", ())
+    monkeypatch.setattr(module, "filesystem", lambda _: "lustre")
+    for name in module.NODE_LOCAL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "scratch"))
+    return tmp_path / "scratch"
+
+
+def checkpoint(folder: Path, step: int, name: str | None = None) -> Path:
+    path = folder / "checkpoints" / (name or f"step={step:08d}.ckpt")
+    torch.save({"global_step": step}, path)
+    return path
+
+
+def test_a_run_root_is_made_where_it_is_missing(root):
+    """The folder that RUN_ROOT names is made, and nothing else is left in it."""
+    assert run_root() == (root, [])
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.usefixtures("root")
+def test_without_run_root_runs_are_in_runs(monkeypatch, tmp_path):
+    """Without RUN_ROOT runs live in ./runs, which is no reason for a note."""
+    monkeypatch.delenv("RUN_ROOT")
+    monkeypatch.chdir(tmp_path)
+    assert run_root() == (tmp_path / "runs", [])
+
+
+@pytest.mark.usefixtures("root")
+def test_a_relative_run_root_is_said(monkeypatch, tmp_path):
+    """A relative RUN_ROOT works and its absolute meaning is noted; one in the home folder is not relative."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RUN_ROOT", "here/runs")
+    found, notes = run_root()
+    assert found == tmp_path / "here" / "runs"
+    assert len(notes) == 1
+    assert f"means {found} here" in notes[0]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RUN_ROOT", "~/mine")
+    assert run_root() == (tmp_path / "mine", [])
+
+
+@pytest.mark.usefixtures("root")
+def test_a_run_root_that_cannot_be_written_to_is_refused(monkeypatch, tmp_path):
+    """A RUN_ROOT that cannot be made is refused with the path and what to set."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "file" / "runs"))
+    with pytest.raises(UserError, match=r"file/runs cannot be written to \(.+\): set RUN_ROOT"):
+        run_root()
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize("name", ["TMPDIR", "SLURM_TMPDIR"])
+def test_a_node_local_run_root_is_said(monkeypatch, tmp_path, name):
+    """A run root inside of the node's temporary folder works and gets a note."""
+    monkeypatch.setenv(name, str(tmp_path))
+    assert [f"node-local ({tmp_path})" in note for note in run_root()[1]] == [True]
+    monkeypatch.setenv(name, str(tmp_path / "scra"))
+    assert run_root()[1] == []
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize(("kind", "noted"), [("overlay", True), ("tmpfs", True), ("nfs4", False), ("ext4", False)])
+def test_a_file_system_that_vanishes_is_said(monkeypatch, kind, noted):
+    """A run root on a container's or in-memory file system gets a note, one on a disk does not."""
+    monkeypatch.setattr(module, "filesystem", lambda _: kind)
+    assert [f"own {kind} file system" in note for note in run_root()[1]] == [True] * noted
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/me", "overlay"),
+        ("/scratch/me/runs", "lustre"),
+        ("/scratch2/me", "overlay"),
+        ("/scratch/fast/runs", "tmpfs"),
+        ("/my disk/runs", "ext4"),
+        ("/over/me", "nfs4"),
+    ],
+)
+def test_the_longest_mount_point_decides(tmp_path, path, kind):
+    """The file system is that of the longest mount point above the path, the last one where two share a point."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "overlay / overlay rw 0 0\n10.0.0.1@tcp:/x /scratch lustre rw 0 0\nnone /scratch/fast tmpfs rw 0 0\n"
+        "/dev/sdb /my\\040disk ext4 rw 0 0\n/dev/sdc /over ext4 rw 0 0\nserver:/y /over nfs4 rw 0 0\n"
+    )
+    assert filesystem(Path(path), mounts) == kind
+    assert filesystem(Path(path), tmp_path / "none") == ""
+
+
+def test_two_checkpoints_must_fit(root, monkeypatch):
+    """A new or continued run without room for two checkpoints is refused with the numbers, before it is made."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**30))
+    require_room(root, 3 * 2**29)
+    for name in (None, "mine"):
+        with pytest.raises(UserError, match=r"has 3\.0 GiB free and two checkpoints take 4\.0 GiB"):
+            open_run(name, "language", CONFIG, 2 * 2**30)
+    assert list(root.iterdir()) == []
+
+
+def test_two_runs_of_the_same_second_never_share_a_folder(root, monkeypatch):
+    """Runs that start at once with the same configuration get folders of their own."""
+    root.mkdir()
+    monkeypatch.setattr(module, "run_root", lambda: (root, []))  # its probe is per process, these are threads
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda _: open_run(None, "language", CONFIG, 0), range(24)))
+    assert len({run.folder for run in runs}) == 24
+    assert {run.state for run in runs} == {"new"}
+    assert all(run.name.startswith("language-") and run.path.parent == root for run in runs)
+
+
+@pytest.mark.usefixtures("root")
+def test_a_named_run_is_new_then_continued_then_finished():
+    """A run's name finds it again: new, then continued from its newest checkpoint, then finished."""
+    run = open_run("mine", "language", CONFIG, 0)
+    assert (run.state, run.checkpoint, run.step, run.notes) == ("new", None, 0, [])
+    assert (run.path / "config.yaml").read_text() == CONFIG
+    assert open_run("mine", "language", CONFIG, 0).state == "continued"
+    newest = checkpoint(run.path, 30, "step=00000003.ckpt")
+    checkpoint(run.path, 20)
+    again = open_run("mine", "language", CONFIG, 0)
+    assert (again.state, again.checkpoint, again.step) == ("continued", str(newest), 30)
+    run.write_json("summary.json", {"last_step": 40})
+    (run.path / "DONE").touch()
+    done = open_run("mine", "language", "other: 1\n", 10**18)
+    assert (done.state, done.step) == ("finished", 40)
+    assert (run.path / "config.yaml").read_text() == CONFIG
+
+
+def test_a_changed_configuration_is_said_and_the_old_one_kept(root):
+    """Each start with another configuration notes old and new values and keeps the old file under the next number."""
+    open_run("mine", "language", CONFIG, 0)
+    second = open_run("mine", "language", CONFIG.replace("8", "16"), 0)
+    assert second.notes == ["changed since the last start: model.width 8 -> 16"]
+    third = open_run("mine", "language", "model:\n  width: 16\n  depth: 2\n", 0)
+    assert third.notes == ["changed since the last start: seed_everything 1 -> None, model.depth None -> 2"]
+    assert (root / "mine" / "config.1.yaml").read_text() == CONFIG
+    assert (root / "mine" / "config.2.yaml").read_text() == CONFIG.replace("8", "16")
+    assert "depth: 2" in (root / "mine" / "config.yaml").read_text()
+    assert open_run("mine", "language", "model:\n  width: 16\n  depth: 2\n", 0).notes == []
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize("name", ["a/b", "../up", "..", ".hidden", "/abs", "two\nlines"])
+def test_a_name_that_is_no_folder_name_is_refused(name):
+    """A run cannot be named out of the run root."""
+    with pytest.raises(UserError, match="is no folder name"):
+        open_run(name, "language", CONFIG, 0)
+
+
+@pytest.mark.usefixtures("root")
+def test_a_run_with_unreadable_checkpoints_only_is_not_started_anew():
+    """Where checkpoints are and none can be read, the run is refused instead of trained from scratch."""
+    run = open_run("mine", "language", CONFIG, 0)
+    (run.path / "checkpoints" / "step=00000005.ckpt").write_bytes(b"torn")
+    with pytest.raises(UserError, match="none of the 1 checkpoints"):
+        open_run("mine", "language", CONFIG, 0)
+
+
+@pytest.mark.usefixtures("root")
+def test_a_run_is_found_by_name():
+    """The named run is found with its best checkpoint, or its newest where no best one is kept."""
+    run = open_run("mine", "language", CONFIG, 0)
+    newest = checkpoint(run.path, 20)
+    assert find_run("mine", {"anything": 1}).checkpoint == str(newest)
+    best = checkpoint(run.path, 10, "best-step=00000010.ckpt")
+    assert find_run("mine", None).checkpoint == str(best)
+
+
+def test_a_run_is_found_by_its_model(root):
+    """Without a name it is the run of this model configuration that was started last, whatever its name."""
+    for name, width in (("b", 8), ("a", 8), ("c", 16)):
+        run = open_run(name, "language", f"model:\n  width: {width}\n", 0)
+        checkpoint(run.path, 1)
+        run.write_json("manifest.json", {})
+    assert find_run(None, {"width": 8}).name == "a"
+    open_run("b", "language", "model:\n  width: 8\n", 0).write_json("manifest.json", {})
+    assert find_run(None, {"width": 8}).name == "b"
+    assert newest_first(root)[0].name == "b"
+
+
+@pytest.mark.usefixtures("root")
+def test_a_run_that_is_not_there_is_refused_with_those_that_are():
+    """An unknown name is refused with the names that exist, an unknown model and a run without checkpoint too."""
+    open_run("mine", "language", CONFIG, 0)
+    with pytest.raises(UserError, match=r"no run 'other' in .*; the newest there: mine"):
+        find_run("other", None)
+    with pytest.raises(UserError, match="has this model configuration"):
+        find_run(None, {"width": 9})
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        find_run("mine", None)
+
+
+def test_files_of_a_run_are_replaced_whole(tmp_path):
+    """A file that is written again holds the new content only, and no temporary file stays."""
+    run = Run(str(tmp_path), "new")
+    assert run.read_json("summary.json") == {}
+    run.write_json("summary.json", {"ü": list(range(1000))})
+    run.write_json("summary.json", {"ü": 1})
+    assert run.read_json("summary.json") == {"ü": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch) -> Path:
+    """A git repository of its own that plays the project."""
+    folder = tmp_path / "project"
+    (folder / "src").mkdir(parents=True)
+    (folder / "src" / "run.py").write_text("one = 1\n")
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    monkeypatch.setattr(module, "__file__", str(folder / "src" / "run.py"))
+    return folder
+
+
+def test_the_manifest_says_which_code_ran(tmp_path, repository):
+    """A clean tree is a commit; a dirty one is the commit, a diff beside the manifest, and the names of new files."""
+    run = Run(str(tmp_path), "new")
+    clean = describe_start(run, ["CPU"])
+    assert len(clean["commit"]) == 40
+    assert (clean["dirty"], clean["diff"], clean["untracked"]) == (False, None, [])
+    assert not (tmp_path / "code.diff").exists()
+    (repository / "src" / "run.py").write_text("one = 2\n")
+    (repository / "new.py").touch()
+    dirty = describe_start(run, ["CPU"])
+    assert dirty["commit"] == clean["commit"]
+    assert (dirty["dirty"], dirty["diff"], dirty["untracked"]) == (True, "code.diff", ["new.py"])
+    assert "+one = 2" in (tmp_path / "code.diff").read_text()
+
+
+def test_a_huge_diff_is_not_kept(tmp_path, repository, monkeypatch):
+    """A diff over the limit is replaced by its size."""
+    monkeypatch.setattr(module, "DIFF_LIMIT", 1000)
+    (repository / "src" / "run.py").write_text("x" * 2000)
+    describe_start(Run(str(tmp_path), "new"), [])
+    assert "too large to keep" in (tmp_path / "code.diff").read_text()
+
+
+def test_the_manifest_needs_no_repository(tmp_path, monkeypatch):
+    """Outside of git the manifest has no commit, and the rest is there."""
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "run.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(sys, "argv", ["cli", "fit"])
+    facts = describe_start(Run(str(tmp_path), "new"), ["CPU", "CPU"])
+    assert (facts["commit"], facts["dirty"], facts["argv"], facts["cards"]) == (
+        None,
+        False,
+        ["cli", "fit"],
+        ["CPU"] * 2,
+    )
+    assert facts["packages"]["torch"].startswith(torch.__version__.split("+")[0])
+
+
+@pytest.mark.usefixtures("root")
+def test_environment_values_never_end_in_the_run(monkeypatch):
+    """Secrets in environment variables are in no file of the run directory."""
+    for name in ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "MY_TOKEN"):
+        monkeypatch.setenv(name, "hunter2-hunter2")
+    run = open_run("mine", "language", CONFIG, 0)
+    run.write_json("manifest.json", describe_start(run, ["CPU"]))
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert json.loads((run.path / "manifest.json").read_text())["python"]
+    assert files
+    assert not any(b"hunter2" in path.read_bytes() for path in files)
