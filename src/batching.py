@@ -143,6 +143,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise UserError(f"a data set of {size} samples cannot be shared by {world_size} devices")
         self.size, self.micro_batch_size, self.train, self.seed = size, micro_batch_size, train, seed
         self.rank, self.world_size, self.epoch = rank, world_size, 0
+        self.start = 0  # the first chunk of the next iteration; a resumed run goes on in the middle of an epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order; Lightning calls this before each epoch."""
@@ -186,7 +187,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             order = torch.randperm(self.size, generator=generator)
         else:
             order = torch.arange(self.size)
-        for index in range(len(self)):
+        first_index, self.start = self.start, 0
+        for index in range(first_index, len(self)):
             start, stop = self._bounds(index, self.rank)
             first = index * self.chunk
             # An empty share repeats a sample of the chunk as filler; its weight is 0.
@@ -232,6 +234,7 @@ class GlobalBatchLoader:
         self.sampler = GlobalBatchSampler(
             size, micro_batch_size, train=train, seed=seed, rank=rank, world_size=world_size
         )
+        self._done = 0
         # A generator of its own: iterators draw worker seeds from it and never from the global RNG.
         self._generator = torch.Generator()
         self.loader = DataLoader(
@@ -253,8 +256,38 @@ class GlobalBatchLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
+        # A generator: Lightning calls iter() of a resumed epoch before set_epoch, and workers would fetch at once.
         self._generator.manual_seed(epoch_seed(self.sampler.seed, self.sampler.epoch))
-        return iter(self.loader)
+        self._done = self.sampler.start
+        for batch in self.loader:
+            self._done += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where in the epoch it is, in samples of all ranks; Lightning keeps it in the checkpoint."""
+        return {"samples": min(self._done * self.sampler.chunk, self.sampler.size)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on there."""
+        self.sampler.start = state["samples"] % self.sampler.size // self.sampler.chunk
+
+
+def stop_workers(loaders: Any) -> None:
+    """End the worker processes of `loaders` (one, a list or a dictionary of loaders) now.
+
+    PyTorch registers, for persistent workers with pinned memory, an exit handler that waits 5 seconds for each worker
+    without telling it to stop: with 8 workers for training and 8 for validation a finished job held its GPUs for 80 s.
+    """
+    if isinstance(loaders, dict):
+        loaders = list(loaders.values())
+    if isinstance(loaders, list | tuple):
+        for loader in loaders:
+            stop_workers(loader)
+        return
+    loader = getattr(loaders, "loader", loaders)
+    if (iterator := getattr(loader, "_iterator", None)) is not None:
+        iterator._shutdown_workers()
+        loader._iterator = None
 
 
 def usable_cpus() -> int:

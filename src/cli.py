@@ -24,7 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from src.agreement import agree
-from src.batching import BatchPlan, in_micro_batches, plan_batches
+from src.batching import BatchPlan, in_micro_batches, plan_batches, stop_workers
 from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.predictions import WritePredictions
@@ -269,12 +269,22 @@ class ProjectCLI(LightningCLI):
             compile_blocks(self.model)
         arguments = self._prepare_subcommand_kwargs(self.command)
         arguments["weights_only"] = True  # tensors and plain types: a checkpoint must not run code
-        if self.settings.trainer.fast_dev_run:
-            getattr(self.trainer, self.command)(**arguments)
-        elif self.command == "fit":
-            self._fit(arguments)
-        else:
-            self._evaluate(arguments)
+        try:
+            if self.settings.trainer.fast_dev_run:
+                getattr(self.trainer, self.command)(**arguments)
+            elif self.command == "fit":
+                self._fit(arguments)
+            else:
+                self._evaluate(arguments)
+        finally:
+            self.stop_workers()
+
+    def stop_workers(self) -> None:
+        """End the loaders' processes, so that the command ends when it is done."""
+        trainer = self.trainer
+        for loaders in (trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders):
+            stop_workers(loaders)
+        stop_workers(trainer.predict_dataloaders)
 
     def _fit(self, arguments: dict[str, Any]) -> None:
         task, name = self._task_name(), self.settings.run

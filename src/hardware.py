@@ -50,6 +50,10 @@ def read_shape(accelerator: str, num_nodes: int, devices: int | str | list[int])
     if accelerator == "auto":
         accelerator = "gpu" if torch.cuda.is_available() else "cpu"
     accelerator = "gpu" if accelerator == "cuda" else accelerator
+    counts = f"trainer.devices {devices!r} on trainer.num_nodes {num_nodes}"
+    allowed = "both are counts from 1 up (devices may also be auto or a list of GPU indices)"
+    if num_nodes < 1:
+        raise UserError(f"{counts}: {allowed}")
     text = str(devices).strip().strip("[]").replace(" ", "")
     if text in ("auto", "-1"):
         return Shape(accelerator, num_nodes, max(torch.cuda.device_count(), 1) if accelerator == "gpu" else 1)
@@ -57,12 +61,10 @@ def read_shape(accelerator: str, num_nodes: int, devices: int | str | list[int])
         numbers = [int(part) for part in text.split(",") if part]
     except ValueError:
         numbers = []
-    listed = isinstance(devices, list) or "," in text
-    if not numbers or num_nodes < 1 or (not listed and numbers[0] < 1):
-        raise UserError(
-            f"trainer.devices {devices!r} on trainer.num_nodes {num_nodes}: both are counts from 1 up "
-            "(devices may also be auto or a list of GPU indices)"
-        )
+    listed = isinstance(devices, list) or "," in text or "[" in str(devices)
+    least = 0 if listed else 1
+    if not numbers or min(numbers) < least or len(set(numbers)) < len(numbers):
+        raise UserError(f"{counts}: {allowed}")
     if listed:
         return Shape(accelerator, num_nodes, len(numbers), tuple(numbers))
     return Shape(accelerator, num_nodes, numbers[0])
@@ -95,10 +97,11 @@ def runnable_shapes(config_folder: Path, gpus: int) -> list[str]:
     """The shapes in `config_folder` that one machine with this many GPUs can run."""
     names = []
     for path in sorted(config_folder.glob("*.yaml")):
-        trainer = (yaml.safe_load(path.read_text()) or {}).get("trainer", {})
-        if "devices" not in trainer or trainer.get("num_nodes", 1) > 1:
+        trainer = (yaml.safe_load(path.read_text()) or {}).get("trainer") or {}
+        devices = trainer.get("devices")
+        if shape_label(path.name) is None or not isinstance(devices, int) or trainer.get("num_nodes", 1) > 1:
             continue
-        if trainer.get("accelerator") == "cpu" or trainer["devices"] <= gpus:
+        if trainer.get("accelerator") == "cpu" or devices <= gpus:
             names.append(f"configs/{path.name}")
     return names
 
@@ -136,12 +139,15 @@ def process_environment(shape: Shape) -> ClusterEnvironment:
 
     """
     if TorchElasticEnvironment.detect():
-        _check_world("torchrun", int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), shape)
+        world, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        _check_world("torchrun", world, world // per_node, shape)
         return TorchElasticEnvironment()
     tasks = _srun_tasks()
     if tasks > 1 or (tasks == 1 and shape.world_size == 1 and "SLURM_PROCID" in os.environ):
-        per_node = tasks // max(int(os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES", 1))), 1)
-        _check_world("srun", tasks, per_node, shape)
+        nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES", 1)))
+        _check_world("srun", tasks, nodes, shape)
+        # `srun -n 4` does not set it, and Lightning asks for it.
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(shape.devices))
         return SLURMEnvironment(auto_requeue=False)
     if shape.num_nodes > 1 and not {"MASTER_ADDR", "NODE_RANK"} <= os.environ.keys():
         started = "one srun task" if tasks else "one process"
@@ -160,12 +166,12 @@ def _srun_tasks() -> int:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", 0)))
 
 
-def _check_world(launcher: str, tasks: int, per_node: int, shape: Shape) -> None:
-    if tasks == shape.world_size and per_node == shape.devices:
+def _check_world(launcher: str, tasks: int, nodes: int, shape: Shape) -> None:
+    if tasks == shape.world_size and nodes == shape.num_nodes:
         return
-    nodes = max(tasks // max(per_node, 1), 1)
+    found = f"{tasks} process{'es' if tasks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
+    fits = f"set --trainer.num_nodes {nodes} --trainer.devices {tasks // nodes}, or " if tasks % nodes == 0 else ""
     raise UserError(
-        f"{launcher} started {tasks} process{'es' if tasks > 1 else ''} ({per_node} per node), the configuration asks "
-        f"for {shape}: set --trainer.num_nodes {nodes} --trainer.devices {per_node}, "
-        f"or start {shape.devices} per node on {shape.num_nodes} node{'s' if shape.num_nodes > 1 else ''}"
+        f"{launcher} started {found}, the configuration asks for {shape}: {fits}"
+        f"start {shape.devices} per node on {shape.num_nodes} node{'s' if shape.num_nodes > 1 else ''}"
     )

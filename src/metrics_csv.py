@@ -35,8 +35,8 @@ class MetricsCSV(Logger):
         return ""
 
     @property
-    def log_dir(self) -> str:
-        """Where Lightning puts what belongs to the run."""
+    def save_dir(self) -> str:
+        """Where Lightning puts what belongs to the run (`trainer.log_dir`)."""
         return str(self.path.parent)
 
     @rank_zero_only

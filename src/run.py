@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import yaml
 
-from src.checkpoint.choose import newest
+from src.checkpoint.choose import newest, step_inside
 from src.errors import UserError
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - names to warn about, not to write to
@@ -91,7 +92,7 @@ def run_root() -> tuple[Path, list[str]]:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".writable-{socket.gethostname()}-{os.getpid()}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"the run root {root} cannot be written to ({error.strerror}): set RUN_ROOT to a folder on scratch"
@@ -119,7 +120,7 @@ def filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     best, kind = "", ""
     for line in mounts.read_text().splitlines():
         _, point, name, *_ = line.split()
-        point = point.encode().decode("unicode_escape")  # a space is \040 there
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)  # a space is \040 there
         if path.is_relative_to(point) and len(point) >= len(best):
             best, kind = point, name
     return kind
@@ -154,7 +155,7 @@ def open_run(name: str | None, task: str, config: str, checkpoint_bytes: int) ->
 
     """
     root, notes = run_root()
-    if name is not None and (name != Path(name).name or name.startswith(".") or not name.isprintable()):
+    if name is not None and (not name or name != Path(name).name or name.startswith(".") or not name.isprintable()):
         raise UserError(f"--run {name!r} is no folder name; use letters, digits, '.', '_' and '-'")
     if name is None:
         require_room(root, checkpoint_bytes)
@@ -248,8 +249,11 @@ def find_run(name: str | None, model: Any) -> Run:
                 "or a file (--ckpt_path)"
             )
         folder = folders[0]
-    best = sorted((folder / "checkpoints").glob("best-*.ckpt"))
-    found = (best[-1], 0) if best else newest(folder / "checkpoints")
+    best = [path for path in sorted((folder / "checkpoints").glob("best-*.ckpt")) if step_inside(path) is not None]
+    try:
+        found = (best[-1], 0) if best else newest(folder / "checkpoints")
+    except RuntimeError as error:
+        raise UserError(str(error)) from error
     if found is None:
         raise UserError(f"{folder} has no checkpoint yet")
     return Run(str(folder), "evaluated", str(found[0]))

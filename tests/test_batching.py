@@ -3,7 +3,15 @@ import torch
 from torch.utils.data import TensorDataset
 
 from src import batching
-from src.batching import BatchPlan, GlobalBatchLoader, GlobalBatchSampler, epoch_seed, loader_workers, plan_batches
+from src.batching import (
+    BatchPlan,
+    GlobalBatchLoader,
+    GlobalBatchSampler,
+    epoch_seed,
+    in_micro_batches,
+    loader_workers,
+    plan_batches,
+)
 from src.errors import UserError
 from tests.tiny import Line, loader, quiet_trainer
 
@@ -68,6 +76,14 @@ def test_zero_is_no_batch(name):
     """Zero is refused by name instead of dividing by it."""
     with pytest.raises(UserError, match=f"{name.replace('accumulation', 'accumulate_grad_batches')} is 0"):
         plan_batches(2, **{"global_batch_size": 16} | {name: 0})
+
+
+@pytest.mark.parametrize("name", batching.COUNTED)
+def test_counts_of_batches_mean_global_ones(name):
+    """A count of batches is multiplied with the accumulation; fractions, zero and what is not given stay."""
+    assert in_micro_batches({name: 5, "max_steps": 7}, 4) == {name: 20}
+    for other in (0.5, 1.0, 0, None):
+        assert in_micro_batches({name: other}, 4) == {}
 
 
 def samplers(world_size: int, size: int, micro: int, *, train: bool = True) -> list[GlobalBatchSampler]:

@@ -229,7 +229,7 @@ def repository(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "project"
     (folder / "src").mkdir(parents=True)
     (folder / "src" / "run.py").write_text("one = 1\n")
-    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
     for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
     monkeypatch.setattr(module, "__file__", str(folder / "src" / "run.py"))

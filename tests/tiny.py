@@ -57,8 +57,10 @@ class Rows(Logger):
         self.rows.append((step, dict(metrics)))
 
     def curve(self, key: str) -> dict[int | None, float]:
-        """The values of one metric by step."""
-        return {step: metrics[key] for step, metrics in self.rows if key in metrics}
+        """The values of one metric by step, of which none may have two."""
+        found = [(step, metrics[key]) for step, metrics in self.rows if key in metrics]
+        assert len(found) == len(dict(found)), found
+        return dict(found)
 
 
 def quiet_trainer(*, callbacks: list[Any] | None = None, **settings: Any) -> Trainer:

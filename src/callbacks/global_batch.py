@@ -43,7 +43,8 @@ class GlobalBatch(Callback):
             self._sum, self._since = None, trainer.global_step
 
     def _log(self, trainer: Trainer, steps: int) -> None:
-        if self._sum is None or "train/loss" in trainer.logged_metrics:
+        logged = trainer.fit_loop._results  # what the module logs, also where it will show only at the epoch's end
+        if self._sum is None or any(key.endswith(".train/loss") for key in logged):
             return
         mean = trainer.strategy.reduce(self._sum / steps, reduce_op="mean")
         value = float(mean)  # the interval's one synchronisation with the device

@@ -32,7 +32,7 @@ class Progress(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
         if not trainer.is_global_zero:
             return
-        log_now = trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        log_now = trainer.global_step > self._first and trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
         if self._bar is not None:
             self._bar.update(trainer.global_step - self._bar.n)
             if log_now:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 
 from src.batching import GlobalBatchSampler
 
@@ -22,6 +23,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "RTX A6000": 155e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
 }
@@ -29,7 +31,9 @@ DATA_BOUND = 0.3  # share of the time spent waiting for data that is worth a wor
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The card's peak; None where the table does not know it."""
+    """The card's peak; None where the table does not know it, or for a MIG slice, a part of a card."""
+    if " MIG " in device_name:
+        return None
     words = device_name.replace("-", " ")
     found = [name for name in PEAK_FLOPS if f" {name} " in f" {words} "]
     return PEAK_FLOPS[max(found, key=len)] if found else None
@@ -69,6 +73,7 @@ class Throughput(Callback):
         self.samples = 0  # of this rank, since the start of this process
         self.seconds = 0.0  # of training, likewise
         self._said_data_bound = 0
+        self._lr: float | None = None
         self._clear(0)
 
     def _clear(self, step: int) -> None:
@@ -88,6 +93,10 @@ class Throughput(Callback):
         now = time.perf_counter()
         self._wait += now - self._mark
         self._mark = now
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Note the step's own learning rate; when the batch ends the schedule has moved on."""
+        self._lr = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(  # noqa: D102
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -131,8 +140,8 @@ class Throughput(Callback):
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if flops and peak and trainer.precision not in ("32-true", "64-true"):
             values["perf/mfu"] = samples_per_sec * flops / (peak * trainer.world_size)
-        if trainer.optimizers:
-            values["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+        if self._lr is not None:
+            values["lr"] = self._lr
         self.values = values
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step - 1)

@@ -18,6 +18,14 @@ def step_inside(path: Path) -> int | None:
         return None
 
 
+def score_inside(path: Path, callback: str) -> torch.Tensor | None:
+    """The best score that the callback of this state key knew when it wrote `path`; None where there is none."""
+    if step_inside(path) is None:
+        return None
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["callbacks"].get(callback, {})
+    return state.get("best_model_score")
+
+
 def newest(folder: Path) -> tuple[Path, int] | None:
     """The readable checkpoint with the most steps and that number, the best-by-metric ones included.
 

@@ -4,8 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from src.checkpoint.choose import score_inside
+from src.errors import UserError
 
 
 @dataclass
@@ -25,6 +29,11 @@ class CheckpointSettings:
     monitor: str = "val/loss"
     mode: Literal["min", "max"] = "min"
 
+    def __post_init__(self) -> None:
+        for name in ("every_n_steps", "keep"):
+            if getattr(self, name) < 1:
+                raise UserError(f"checkpoint.{name} is {getattr(self, name)}; it must be at least 1")
+
 
 class SaveNewest(Callback):
     """Saves `step=<steps done>.ckpt` and deletes the oldest only when a newer one is there.
@@ -34,13 +43,15 @@ class SaveNewest(Callback):
 
     def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
         self.folder, self.every_n_steps, self.keep = folder, settings.every_n_steps, settings.keep
-        self._saved_step = 0
+        self._saved_step, self._last_step = 0, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
-        self._saved_step = trainer.global_step
+        self._saved_step, self._last_step = trainer.global_step, trainer.estimated_stepping_batches
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
-        if trainer.global_step >= self._saved_step + self.every_n_steps:
+        # The last step too is saved here: on_train_end comes after Lightning has counted the epoch as done.
+        last = trainer.global_step > self._saved_step and trainer.global_step >= self._last_step
+        if last or trainer.global_step >= self._saved_step + self.every_n_steps:
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
@@ -72,6 +83,19 @@ class SaveBest(ModelCheckpoint):
             enable_version_counter=False,
         )
         self._told = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Know the best of an earlier start, which may be younger than the state that training goes on from."""
+        super().on_train_start(trainer, pl_module)
+        assert self.dirpath is not None
+        for path in Path(self.dirpath).glob("best-*.ckpt"):
+            score = score_inside(path, self.state_key)
+            better = torch.lt if self.mode == "min" else torch.gt
+            if score is None or (self.best_model_score is not None and not better(score, self.best_model_score)):
+                continue
+            self.best_model_path = self.kth_best_model_path = str(path)
+            self.best_model_score = self.kth_value = score
+            self.best_k_models = {str(path): score}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:

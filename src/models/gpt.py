@@ -103,7 +103,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, count: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
-        """Sample `count` more tokens after `prompt`: (B, T) -> (B, T + count)."""
+        """Sample `count` more tokens after `prompt`: (B, T) -> (B, T + count); temperature > 0, top_k ≥ 1."""
         tokens = prompt
         for _ in range(count):
             logits = self(tokens[:, -self.context :])[:, -1].float() / temperature

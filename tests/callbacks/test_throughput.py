@@ -44,7 +44,7 @@ class Slow(Dataset):
 def fit(rows, clock):
     """Trains in micro batches of 4 with the seconds that each part shall take; returns the callback."""
 
-    def run(*, sample=0.0, step=0.0, validation=0.0, size=16, tokens=None, epochs=1, **settings):
+    def run(*, sample=0.0, step=0.0, validation=0.0, between=0.0, size=16, tokens=None, epochs=1, **settings):
         class Timed(Line):
             tokens_per_sample = tokens
 
@@ -54,6 +54,9 @@ def fit(rows, clock):
 
             def validation_step(self, batch, batch_idx):
                 clock.now += validation
+
+            def on_train_epoch_end(self):
+                clock.now += between
 
         speed = Throughput()
         trainer = quiet_trainer(logger=[rows], callbacks=[speed], max_epochs=epochs, **settings)
@@ -87,8 +90,8 @@ def test_values_come_once_per_log_interval(fit, rows):
 
 
 def test_validation_is_no_training_time(fit, rows):
-    """Validation between two steps and at an epoch's end changes no number, however long it takes."""
-    speed = fit(step=1.0, validation=1000.0, val_check_interval=2, epochs=2)
+    """Validation and what is done between two epochs change no number, however long they take."""
+    speed = fit(step=1.0, validation=1000.0, between=100.0, val_check_interval=2, epochs=2)
     assert rows.curve("perf/step_time") == pytest.approx(dict.fromkeys(range(8), 1.0))
     assert rows.curve("perf/data_wait") == pytest.approx(dict.fromkeys(range(8), 0.0))
     assert (speed.samples, speed.seconds) == pytest.approx((32, 8.0))

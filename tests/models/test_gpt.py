@@ -38,6 +38,12 @@ def test_a_prediction_depends_on_all_earlier_tokens_and_their_order():
     assert not torch.allclose(last, model(swapped)[0, -1], atol=1e-7)
 
 
+def test_a_prediction_depends_on_the_place():
+    """In a text of one repeated byte the logits differ from place to place."""
+    logits = gpt()(torch.full((1, 12), 65))[0]
+    assert all(not torch.allclose(logits[place], logits[0], atol=1e-6) for place in range(1, 12))
+
+
 def test_the_head_is_the_embedding():
     """Head and embedding are one parameter, which is counted once."""
     model = gpt()

@@ -33,13 +33,12 @@ class Windows(Dataset):
     """
 
     def __init__(self, path: Path, context: int) -> None:
+        size = path.stat().st_size
+        if size <= context:  # an empty file cannot be mapped either
+            raise UserError(f"{path} has {size} bytes, fewer than one window of context {context}: more text?")
         self.bytes = np.memmap(path, dtype=np.uint8, mode="r")
         self.context = context
         self._offsets = np.arange(context + 1)
-        if len(self) < 1:
-            raise UserError(
-                f"{path} has {len(self.bytes)} bytes, fewer than one window of context {context}: more text?"
-            )
 
     def __len__(self) -> int:
         return (len(self.bytes) - 1) // self.context
@@ -141,7 +140,10 @@ class TextBytes(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Map the arrays."""
         assert self.trainer is not None
-        context = self.context or cast(GPT, self.trainer.lightning_module.model).context
+        longest = cast(GPT, self.trainer.lightning_module.model).context
+        context = self.context or longest
+        if context > longest:
+            raise UserError(f"data.context {context} is longer than the model's: set --model.context {context} too")
         folder = store(*text_files(self.folder), self.cache)
         self.train_set, self.val_set, self.test_set = (Windows(folder / f"{split}.bin", context) for split in SPLITS)
 

@@ -1,5 +1,7 @@
 """Image classification: loss, accuracy, optimizer."""
 
+import math
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from lightning import LightningModule
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 from torchmetrics.classification import MulticlassAccuracy
 
+from src.errors import UserError
 from src.models.resnet import ResNet
 
 
@@ -65,5 +68,8 @@ class VisionModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:  # noqa: D102
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        schedule = OneCycleLR(optimizer, self.lr, total_steps=int(self.trainer.estimated_stepping_batches))
+        steps = self.trainer.estimated_stepping_batches
+        if steps == math.inf:
+            raise UserError("a one-cycle schedule needs an end: set --trainer.max_epochs or --trainer.max_steps")
+        schedule = OneCycleLR(optimizer, self.lr, total_steps=int(steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

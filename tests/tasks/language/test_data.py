@@ -75,16 +75,23 @@ def test_a_new_file_moves_no_other(texts, tmp_path):
     }
 
 
-def test_what_is_stored_once_is_used_again(texts, tmp_path):
-    """The same files are stored once; a changed file is noticed."""
-    cache = tmp_path / "cache"
+def test_what_is_stored_once_is_used_again(texts, tmp_path, monkeypatch):
+    """The same files are read once; a changed file is noticed."""
+    cache, reads = tmp_path / "cache", []
+    read = Path.read_bytes
+
+    def watched(path: Path) -> bytes:
+        reads.append(path)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", watched)
     first = store(*text_files(texts), cache)
-    stamps = [path.stat().st_mtime_ns for path in first.iterdir()]
+    assert len(reads) == 60
     assert store(*text_files(texts), cache) == first
-    assert [path.stat().st_mtime_ns for path in first.iterdir()] == stamps
-    file = texts / "part0" / "0.txt"
-    file.write_text("<0> changed")
+    assert len(reads) == 60
+    (texts / "part0" / "0.txt").write_text("<0> changed")
     assert store(*text_files(texts), cache) != first
+    assert len(reads) == 120
 
 
 def test_processes_may_store_at_the_same_time(texts, tmp_path):

@@ -32,7 +32,7 @@ def test_the_images_are_split_once_and_for_all():
     assert len(set(rows)) == 1797
 
 
-def test_images_are_scaled_and_labels_belong_to_them():
+def test_images_are_scaled_and_every_label_is_there():
     """Images are 1 × 8 × 8 between 0 and 1, labels 0 to 9, and each split has every label."""
     data = digits()
     for part in (data.train_set, data.val_set, data.test_set):
@@ -40,6 +40,16 @@ def test_images_are_scaled_and_labels_belong_to_them():
         assert images.shape[1:] == (1, 8, 8)
         assert (images.min(), images.max()) == (0, 1)
         assert sorted(set(labels.tolist())) == list(range(10))
+
+
+def test_images_go_with_their_labels():
+    """Most test images are nearest to the mean training image of their own label."""
+    data = digits()
+    images, labels = data.train_set.tensors
+    means = torch.stack([images[labels == label].mean(0) for label in range(10)]).flatten(1)
+    images, labels = data.test_set.tensors
+    nearest = torch.cdist(images.flatten(1), means).argmin(1)
+    assert (nearest == labels).float().mean() > 0.8
 
 
 def test_loaders_take_the_batch_size():
