@@ -215,12 +215,12 @@ def test_a_job_is_not_requeued_behind_the_users_back(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "shape", "says"),
     [
-        (srun(4, 1), Shape("gpu", 1, 2), "srun started 4 processes .4 per node.*--trainer.num_nodes 1 --trainer.devi"),
+        (srun(4, 1), Shape("gpu", 1, 2), "srun started 4 processes on 1 node.*--trainer.num_nodes 1 --trainer.devi"),
         (srun(2, 2), Shape("gpu", 2, 4), "--trainer.num_nodes 2 --trainer.devices 1, or start 4 per node on 2 nodes"),
         (srun(4, 2), Shape("gpu", 1, 4), "--trainer.num_nodes 2 --trainer.devices 2"),
         (srun(2, 1), Shape("gpu", 1, 1), "srun started 2 processes"),
-        (torchrun(4, 2), Shape("gpu", 1, 4), "torchrun started 4 processes .2 per node"),
-        (torchrun(1, 1), Shape("gpu", 1, 2), "torchrun started 1 process .1 per node"),
+        (torchrun(4, 2), Shape("gpu", 1, 4), "torchrun started 4 processes on 2 nodes"),
+        (torchrun(1, 1), Shape("gpu", 1, 2), "torchrun started 1 process on 1 node"),
         (srun(1, 1), Shape("gpu", 2, 1), "this is one srun task on one node"),
         (sbatch(8, 2), Shape("gpu", 2, 4), "this is one process on one node: start it on every node, srun --nodes=2"),
         ({}, Shape("gpu", 2, 4), "torchrun --nnodes=2 --nproc-per-node=4"),
