@@ -91,6 +91,7 @@ def quieten() -> None:
         ".*does not have many workers.*",  # the number of workers is chosen by what this rank may use
         ".*Checkpoint directory .* exists and is not empty.*",  # it continues there on purpose
         ".*The number of training batches .* is smaller than the logging interval.*",
+        ".*AccumulateGrad node's stream.*",  # Lightning builds DDP on a stream of its own, torch 2.11 remarks on it
         ".*infer the batch indices fetched.*",  # predictions are kept in the loader's order
         ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation needs none of them
     ):

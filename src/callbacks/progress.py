@@ -69,7 +69,7 @@ class Progress(Callback):
             parts.append(f"{values['perf/tokens_per_sec']:,.0f} tokens/s")
         elif "perf/samples_per_sec" in values:
             parts.append(f"{values['perf/samples_per_sec']:,.0f} samples/s")
-        if "perf/mfu" in values:
+        if values.get("perf/mfu", 0) >= 0.001:
             parts.append(f"MFU {values['perf/mfu']:.1%}")
         return "  ".join(parts)
 
