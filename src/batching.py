@@ -4,6 +4,7 @@
 means the same on 1, 2, 4 or 16 devices: step k trains on the same samples everywhere.
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from lightning import Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from src.errors import UserError
@@ -304,9 +306,13 @@ def loader_workers(requested: int | None, local_ranks: int, on_cpu: bool) -> int
     if requested is None:
         return 0 if on_cpu else max(0, min(WORKER_CAP, share - 1))
     if requested > share:
-        # A print, not a warning: it must be seen in a log that hides warnings.
-        print(
-            f"warning: num_workers {requested} per rank, but each of {local_ranks} local rank(s) has {share} of "
-            f"{usable_cpus()} CPUs: loaders will fight for them; use --data.num_workers {max(share - 1, 0)}"
-        )
+        _say_too_many_workers(requested, share, local_ranks)
     return requested
+
+
+@functools.cache  # once, not once per loader
+def _say_too_many_workers(requested: int, share: int, local_ranks: int) -> None:
+    rank_zero_only(print)(
+        f"warning: num_workers {requested} per rank, but {local_ranks} local rank(s) share {usable_cpus()} CPUs: "
+        f"the loaders will fight for them; use --data.num_workers {max(share - 1, 0)}"
+    )

@@ -139,18 +139,17 @@ def process_environment(shape: Shape) -> ClusterEnvironment:
 
     """
     if TorchElasticEnvironment.detect():
-        world, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        _check_world("torchrun", world, world // per_node, shape)
+        world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        _check_layout("torchrun", [local] * (world // local), shape)
         return TorchElasticEnvironment()
-    tasks = _srun_tasks()
-    if tasks > 1 or (tasks == 1 and shape.world_size == 1 and "SLURM_PROCID" in os.environ):
-        nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES", 1)))
-        _check_world("srun", tasks, nodes, shape)
+    layout = _srun_layout()
+    if sum(layout) > 1 or (layout and shape.world_size == 1):
+        _check_layout("srun", layout, shape)
         # `srun -n 4` does not set it, and Lightning asks for it.
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(shape.devices))
         return SLURMEnvironment(auto_requeue=False)
     if shape.num_nodes > 1 and not {"MASTER_ADDR", "NODE_RANK"} <= os.environ.keys():
-        started = "one srun task" if tasks else "one process"
+        started = "one srun task" if layout else "one process"
         raise UserError(
             f"{shape} asked for, but this is {started} on one node: start it on every node, "
             f"srun --nodes={shape.num_nodes} --ntasks-per-node={shape.devices} python -m src.cli … "
@@ -159,19 +158,32 @@ def process_environment(shape: Shape) -> ClusterEnvironment:
     return LightningEnvironment()
 
 
-def _srun_tasks() -> int:
-    """Tasks of the srun step that this process is in; 0 outside of one, also in a batch script's own shell."""
-    if "SLURM_STEP_ID" not in os.environ and "SLURM_STEPID" not in os.environ:
-        return 0
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", 0)))
+def _srun_layout() -> list[int]:
+    """Tasks on each node of the srun step that this process is in; [] outside of one, also in a batch script's shell.
+
+    Slurm writes them as `2(x3),1`; without `--ntasks-per-node` it may well put 3 and 1 tasks on two nodes.
+    """
+    if not {"SLURM_STEP_ID", "SLURM_STEPID"} & os.environ.keys():
+        return []
+    if text := os.environ.get("SLURM_STEP_TASKS_PER_NODE"):
+        parts = [part.removesuffix(")").split("(x") for part in text.split(",")]
+        return [int(count) for count, *times in parts for _ in range(int(times[0]) if times else 1)]
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", 0)))
+    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES", 1)))
+    return [tasks // nodes + (node < tasks % nodes) for node in range(nodes)]
 
 
-def _check_world(launcher: str, tasks: int, nodes: int, shape: Shape) -> None:
-    if tasks == shape.world_size and nodes == shape.num_nodes:
+def _check_layout(launcher: str, layout: list[int], shape: Shape) -> None:
+    if layout == [shape.devices] * shape.num_nodes:
         return
+    tasks, nodes = sum(layout), len(layout)
     found = f"{tasks} process{'es' if tasks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
-    fits = f"set --trainer.num_nodes {nodes} --trainer.devices {tasks // nodes}, or " if tasks % nodes == 0 else ""
+    even = len(set(layout)) == 1
+    if not even:
+        found += f" ({', '.join(map(str, layout))} per node)"
+    fits = f"set --trainer.num_nodes {nodes} --trainer.devices {layout[0]}, or " if even else ""
     raise UserError(
-        f"{launcher} started {found}, the configuration asks for {shape}: {fits}"
-        f"start {shape.devices} per node on {shape.num_nodes} node{'s' if shape.num_nodes > 1 else ''}"
+        f"{launcher} started {found}, the configuration asks for {shape}: {fits}start {shape.devices} per node on "
+        f"{shape.num_nodes} node{'s' if shape.num_nodes > 1 else ''} (--nodes={shape.num_nodes} "
+        f"{'--ntasks-per-node' if launcher == 'srun' else '--nproc-per-node'}={shape.devices})"
     )

@@ -1,6 +1,8 @@
+import multiprocessing
+
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from src import batching
 from src.batching import (
@@ -11,6 +13,7 @@ from src.batching import (
     in_micro_batches,
     loader_workers,
     plan_batches,
+    stop_workers,
 )
 from src.errors import UserError
 from tests.tiny import Line, loader, quiet_trainer
@@ -234,3 +237,39 @@ def test_too_many_workers_are_kept_with_a_warning(monkeypatch, capsys):
     assert "--data.num_workers 3" in capsys.readouterr().out
     assert loader_workers(4, 2, on_cpu=False) == 4
     assert capsys.readouterr().out == ""
+
+
+def one(loader):
+    return loader
+
+
+def several(loader):
+    return [loader, None]
+
+
+def named(loader):
+    return {"a": loader, "b": [loader]}
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+@pytest.mark.parametrize("arranged", [one, several, named])
+def test_stopped_workers_are_gone(arranged, batches):
+    """Worker processes, of a loader in a list or dictionary too, end at once, whether or not all batches were taken."""
+    data = GlobalBatchLoader(TensorDataset(torch.arange(10)), 2, train=True, num_workers=1)
+    before = set(multiprocessing.active_children())
+    iterator = iter(data)
+    assert len([next(iterator) for _ in range(batches)]) == batches
+    (worker,) = set(multiprocessing.active_children()) - before
+    stop_workers(arranged(data))
+    assert not worker.is_alive()
+    assert len(list(data)) == 5
+
+
+def test_loaders_without_workers_have_none_to_stop():
+    """A loader without workers, one that was never used, and no loader at all are fine, and can be used after."""
+    data = TensorDataset(torch.arange(10))
+    used, plain = GlobalBatchLoader(data, 2, train=True, num_workers=0), DataLoader(data, 2)
+    fresh = GlobalBatchLoader(data, 2, train=True, num_workers=1)
+    assert len(list(used)) == len(list(plain)) == 5
+    stop_workers([used, {"plain": plain, "fresh": fresh}, None])
+    assert len(list(used)) == len(list(plain)) == 5

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,7 @@ def configs(tmp_path) -> Path:
         (4, ("gpu", 1, [2, 3]), Shape("gpu", 1, 2, (2, 3))),
         (4, ("gpu", 1, [0]), Shape("gpu", 1, 1, (0,))),
         (4, ("gpu", 1, "1, 3"), Shape("gpu", 1, 2, (1, 3))),
+        (4, ("gpu", 1, "[2]"), Shape("gpu", 1, 1, (2,))),
     ],
 )
 def test_the_trainers_settings_become_numbers(machine, gpus, given, expected):
@@ -82,9 +84,15 @@ def test_other_accelerators_are_refused(accelerator):
         read_shape(accelerator, 1, 1)
 
 
-@pytest.mark.parametrize(("num_nodes", "devices"), [(1, 0), (1, -2), (1, "many"), (1, ""), (1, []), (0, 1)])
+@pytest.mark.parametrize(
+    ("num_nodes", "devices"),
+    [
+        *((1, 0), (1, -2), (1, "many"), (1, ""), (1, []), (0, 1)),
+        *((0, "auto"), (-1, -1), (1, [0, 0]), (1, [-2, 0]), (1, "1, 1")),
+    ],
+)
 def test_counts_that_mean_nothing_are_refused(num_nodes, devices):
-    """Devices and nodes are counts from 1 up."""
+    """Devices and nodes are counts from 1 up, and a list names different GPUs."""
     with pytest.raises(UserError, match="counts from 1 up"):
         read_shape("cpu", num_nodes, devices)
 
@@ -129,6 +137,17 @@ def test_only_shapes_of_one_node_are_offered(configs):
     """A machine without GPUs is offered CPU shapes only, and no machine alone is offered two nodes."""
     assert runnable_shapes(configs, 0) == ["configs/cpu.yaml"]
     assert not any("n2" in name for name in runnable_shapes(configs, 8))
+
+
+def test_only_shapes_are_offered(configs):
+    """Files that are no shape, or one without a number of devices, are neither offered nor in the way."""
+    before = runnable_shapes(configs, 8)
+    shape = "{accelerator: gpu, num_nodes: 1, devices: 1}"
+    others = {"defaults.yaml": shape, "mine.yaml": shape, "a100_n1_gpu.yaml": "{devices: auto}", "h100_gpus.yaml": ""}
+    for name, trainer in others.items():
+        (configs / name).write_text(f"trainer: {trainer}\n")
+    assert runnable_shapes(configs, 8) == before
+    assert runnable_shapes(configs, 0) == ["configs/cpu.yaml"]
 
 
 def test_every_shape_of_the_project_says_its_numbers():
@@ -203,6 +222,17 @@ def test_who_started_the_processes_is_found_out(monkeypatch, variables, shape, e
     assert type(process_environment(shape)) is expected
 
 
+def test_srun_need_not_say_the_tasks_per_node(monkeypatch):
+    """`srun -n 4` sets no count per node, which Lightning asks for: it is accepted and the shape's count is set."""
+    for name, value in srun(4, 1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
+    environment = process_environment(Shape("gpu", 1, 4))
+    assert isinstance(environment, SLURMEnvironment)
+    environment.validate_settings(num_devices=4, num_nodes=1)
+    assert os.environ["SLURM_NTASKS_PER_NODE"] == "4"
+
+
 def test_a_job_is_not_requeued_behind_the_users_back(monkeypatch):
     """Lightning's own requeueing on a signal stays off."""
     for name, value in srun(4, 1).items():
@@ -219,6 +249,11 @@ def test_a_job_is_not_requeued_behind_the_users_back(monkeypatch):
         (srun(2, 2), Shape("gpu", 2, 4), "--trainer.num_nodes 2 --trainer.devices 1, or start 4 per node on 2 nodes"),
         (srun(4, 2), Shape("gpu", 1, 4), "--trainer.num_nodes 2 --trainer.devices 2"),
         (srun(2, 1), Shape("gpu", 1, 1), "srun started 2 processes"),
+        (
+            srun(3, 2),
+            Shape("gpu", 3, 1),
+            "3 processes on 2 nodes.* asks for 3 nodes × 1 GPU: start 1 per node on 3 nodes",
+        ),
         (torchrun(4, 2), Shape("gpu", 1, 4), "torchrun started 4 processes on 2 nodes"),
         (torchrun(1, 1), Shape("gpu", 1, 2), "torchrun started 1 process on 1 node"),
         (srun(1, 1), Shape("gpu", 2, 1), "this is one srun task on one node"),

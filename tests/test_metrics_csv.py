@@ -146,3 +146,8 @@ def test_a_real_training_is_one_row_per_step(path):
     assert [row["step"] for row in found] == ["0", "1", "2", "3"]
     assert all(row["mine"] for row in found)
     assert [bool(row["val/loss"]) for row in found] == [False, True, False, True]
+
+
+def test_lightnings_log_dir_is_the_run_directory(path):
+    """As the first logger, it makes `trainer.log_dir` the folder of its file, whatever other loggers say."""
+    assert quiet_trainer(logger=[MetricsCSV(path)]).log_dir == str(path.parent)

@@ -1,7 +1,5 @@
 import json
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +94,7 @@ def test_a_file_system_that_vanishes_is_said(monkeypatch, kind, noted):
         ("/scratch2/me", "overlay"),
         ("/scratch/fast/runs", "tmpfs"),
         ("/my disk/runs", "ext4"),
+        ("/größe/runs", "xfs"),
         ("/over/me", "nfs4"),
     ],
 )
@@ -105,6 +104,7 @@ def test_the_longest_mount_point_decides(tmp_path, path, kind):
     mounts.write_text(
         "overlay / overlay rw 0 0\n10.0.0.1@tcp:/x /scratch lustre rw 0 0\nnone /scratch/fast tmpfs rw 0 0\n"
         "/dev/sdb /my\\040disk ext4 rw 0 0\n/dev/sdc /over ext4 rw 0 0\nserver:/y /over nfs4 rw 0 0\n"
+        "/dev/sdd /größe xfs rw 0 0\n"
     )
     assert filesystem(Path(path), mounts) == kind
     assert filesystem(Path(path), tmp_path / "none") == ""
@@ -163,9 +163,9 @@ def test_a_changed_configuration_is_said_and_the_old_one_kept(root):
 
 
 @pytest.mark.usefixtures("root")
-@pytest.mark.parametrize("name", ["a/b", "../up", "..", ".hidden", "/abs", "two\nlines"])
+@pytest.mark.parametrize("name", ["", "a/b", "../up", "..", ".hidden", "/abs", "two\nlines"])
 def test_a_name_that_is_no_folder_name_is_refused(name):
-    """A run cannot be named out of the run root."""
+    """A run cannot be named out of the run root, nor be the run root itself."""
     with pytest.raises(UserError, match="is no folder name"):
         open_run(name, "language", CONFIG, 0)
 
@@ -187,6 +187,23 @@ def test_a_run_is_found_by_name():
     assert find_run("mine", {"anything": 1}).checkpoint == str(newest)
     best = checkpoint(run.path, 10, "best-step=00000010.ckpt")
     assert find_run("mine", None).checkpoint == str(best)
+
+
+@pytest.mark.usefixtures("root")
+def test_a_torn_checkpoint_is_not_evaluated(capsys):
+    """Where the best file is torn the newest is found, with a line on the torn one; without any the run is refused."""
+    run = open_run("mine", "language", CONFIG, 0)
+    newest = checkpoint(run.path, 20)
+    best = run.path / "checkpoints" / "best-step=00000030.ckpt"
+    best.write_bytes(b"torn")
+    assert find_run("mine", None).checkpoint == str(newest)
+    assert f"warning: {best} is no readable checkpoint" in capsys.readouterr().out
+    older = checkpoint(run.path, 10, "best-step=00000010.ckpt")
+    assert find_run("mine", None).checkpoint == str(older)
+    for path in (newest, older):
+        path.write_bytes(b"torn")
+    with pytest.raises(UserError, match="none of the 3 checkpoints"):
+        find_run("mine", None)
 
 
 def test_a_run_is_found_by_its_model(root):
@@ -221,57 +238,6 @@ def test_files_of_a_run_are_replaced_whole(tmp_path):
     run.write_json("summary.json", {"ü": 1})
     assert run.read_json("summary.json") == {"ü": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-
-
-@pytest.fixture
-def repository(tmp_path, monkeypatch) -> Path:
-    """A git repository of its own that plays the project."""
-    folder = tmp_path / "project"
-    (folder / "src").mkdir(parents=True)
-    (folder / "src" / "run.py").write_text("one = 1\n")
-    author = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
-    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
-        subprocess.run(["git", *command], cwd=folder, check=True)
-    monkeypatch.setattr(module, "__file__", str(folder / "src" / "run.py"))
-    return folder
-
-
-def test_the_manifest_says_which_code_ran(tmp_path, repository):
-    """A clean tree is a commit; a dirty one is the commit, a diff beside the manifest, and the names of new files."""
-    run = Run(str(tmp_path), "new")
-    clean = describe_start(run, ["CPU"])
-    assert len(clean["commit"]) == 40
-    assert (clean["dirty"], clean["diff"], clean["untracked"]) == (False, None, [])
-    assert not (tmp_path / "code.diff").exists()
-    (repository / "src" / "run.py").write_text("one = 2\n")
-    (repository / "new.py").touch()
-    dirty = describe_start(run, ["CPU"])
-    assert dirty["commit"] == clean["commit"]
-    assert (dirty["dirty"], dirty["diff"], dirty["untracked"]) == (True, "code.diff", ["new.py"])
-    assert "+one = 2" in (tmp_path / "code.diff").read_text()
-
-
-def test_a_huge_diff_is_not_kept(tmp_path, repository, monkeypatch):
-    """A diff over the limit is replaced by its size."""
-    monkeypatch.setattr(module, "DIFF_LIMIT", 1000)
-    (repository / "src" / "run.py").write_text("x" * 2000)
-    describe_start(Run(str(tmp_path), "new"), [])
-    assert "too large to keep" in (tmp_path / "code.diff").read_text()
-
-
-def test_the_manifest_needs_no_repository(tmp_path, monkeypatch):
-    """Outside of git the manifest has no commit, and the rest is there."""
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "run.py"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.setattr(sys, "argv", ["cli", "fit"])
-    facts = describe_start(Run(str(tmp_path), "new"), ["CPU", "CPU"])
-    assert (facts["commit"], facts["dirty"], facts["argv"], facts["cards"]) == (
-        None,
-        False,
-        ["cli", "fit"],
-        ["CPU"] * 2,
-    )
-    assert facts["packages"]["torch"].startswith(torch.__version__.split("+")[0])
 
 
 @pytest.mark.usefixtures("root")

@@ -24,6 +24,11 @@ class GlobalBatch(Callback):
         """Give every rank random numbers of its own: the same seed made the same weights, but masks must differ."""
         self._sum, self._since = None, trainer.global_step
         torch.manual_seed(torch.initial_seed() + trainer.global_rank)
+        if trainer.world_size > 1 and trainer.is_global_zero and not self._sampler(trainer):
+            print(
+                "note: the data comes from a plain DataLoader: Lightning shares it over the devices and repeats "
+                "samples to fill the last batch, in evaluation too; src.batching.GlobalBatchLoader counts each once"
+            )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:  # noqa: D102
         weight = self._weight(trainer)
@@ -53,8 +58,12 @@ class GlobalBatch(Callback):
             logger.log_metrics({"train/loss": value}, step=trainer.global_step - 1)
 
     @staticmethod
-    def _weight(trainer: Trainer) -> float:
+    def _sampler(trainer: Trainer) -> GlobalBatchSampler | None:
         sampler = getattr(trainer.train_dataloader, "sampler", None)
-        if not isinstance(sampler, GlobalBatchSampler):
+        return sampler if isinstance(sampler, GlobalBatchSampler) else None
+
+    def _weight(self, trainer: Trainer) -> float:
+        sampler = self._sampler(trainer)
+        if sampler is None:
             return 1.0
         return sampler.weight(trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches)

@@ -87,6 +87,19 @@ def test_a_module_that_logs_it_itself_is_left_alone(fit, accumulation):
     assert curve == dict.fromkeys(range(8), 42.0)
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_module_that_logs_it_once_per_epoch_is_left_alone(fit, accumulation):
+    """Where the module logs train/loss only when an epoch ends, these values are the whole curve from the first on."""
+
+    class Own(Line):
+        def training_step(self, batch, batch_idx):
+            self.log("train/loss", 42.0, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    curve, _ = fit(accumulation, Own(start=0.5))
+    assert curve == {3: 42.0, 7: 42.0}
+
+
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_other_loaders_are_taken_as_they_are(rows):
     """With a plain DataLoader nothing is weighed: a step is the mean of its batches, as Lightning has it."""
@@ -102,7 +115,7 @@ def test_every_rank_draws_masks_of_its_own():
     drawn = []
     for rank in (0, 1, 0):
         torch.manual_seed(5)
-        trainer: Any = SimpleNamespace(global_step=0, global_rank=rank)
+        trainer: Any = SimpleNamespace(global_step=0, global_rank=rank, world_size=1)
         GlobalBatch().on_train_start(trainer, Line())
         drawn.append(torch.rand(4))
     assert torch.equal(drawn[0], drawn[2])

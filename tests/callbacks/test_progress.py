@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from src.callbacks import progress
+from src.callbacks import progress, throughput
 from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.progress import Progress
 from src.callbacks.throughput import Throughput
@@ -18,8 +18,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def fit():
+def fit(monkeypatch):
     """Trains 6 steps on 12 samples."""
+    monkeypatch.setattr(throughput, "DATA_BOUND", 1)  # no note on waiting between the lines, on whatever machine
 
     def run(module=None, size=12, **settings):
         loss, speed = GlobalBatch(), Throughput()
@@ -47,6 +48,14 @@ def test_a_log_file_gets_a_line_only_now_and_then(fit, monkeypatch, capsys):
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 100.0))
     fit(max_epochs=1, log_every_n_steps=1, limit_val_batches=0)
     assert capsys.readouterr().out.count("step ") == 1
+
+
+def test_no_line_comes_before_the_first_step(fit, monkeypatch, capsys):
+    """With accumulation, the passes before the first optimizer step print no line of a step 0."""
+    monkeypatch.setattr(progress, "LINE_EVERY", -1)
+    fit(max_epochs=1, log_every_n_steps=1, limit_val_batches=0, accumulate_grad_batches=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split("  ")[0] for line in lines} == {"step 1/3", "step 2/3", "step 3/3"}
 
 
 def test_each_validation_is_a_line(fit, capsys):

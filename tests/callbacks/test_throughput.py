@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset
 
 from src.callbacks import throughput
@@ -76,6 +77,26 @@ def test_a_slow_data_set_is_waiting_time(fit, rows):
     assert rows.curve("lr") == pytest.approx(dict.fromkeys(range(4), 0.1))
 
 
+def test_the_learning_rate_is_the_one_that_the_step_used(fit, rows, monkeypatch):
+    """`lr` at a step is the rate of that step and not of the next, so a one-cycle curve ends at its lowest."""
+    used = []
+
+    def configure(module):
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        schedule = OneCycleLR(optimizer, 0.1, total_steps=4)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def note(module, optimizer):
+        used.append(optimizer.param_groups[0]["lr"])
+
+    monkeypatch.setattr(Line, "configure_optimizers", configure)
+    monkeypatch.setattr(Line, "on_before_optimizer_step", note)
+    fit(step=1.0)
+    curve = rows.curve("lr")
+    assert curve == dict(enumerate(used))
+    assert curve[3] == min(curve.values()) < 1e-5
+
+
 def test_a_step_is_an_optimizer_step(fit, rows):
     """With accumulation 2, step_time is the time of both passes and the samples of both count."""
     fit(step=1.0, accumulate_grad_batches=2)
@@ -143,6 +164,7 @@ def test_a_moment_of_waiting_is_not_worth_a_word(fit, capsys, settings):
         ("NVIDIA A100-PCIE-40GB", "A100"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
         ("NVIDIA H200", "H200"),
         ("Tesla V100-SXM2-32GB", "V100"),
         ("Tesla T4", "T4"),
@@ -151,13 +173,15 @@ def test_a_moment_of_waiting_is_not_worth_a_word(fit, capsys, settings):
         ("NVIDIA A10", "A10"),
         ("NVIDIA RTX A6000", "RTX A6000"),
         ("NVIDIA A10G", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
         ("AMD Instinct MI300X", None),
         ("", None),
     ],
 )
 def test_a_cards_peak_is_its_own(name, entry):
-    """A card's peak is found by whole words of its name, so A10 is not A100; an unknown card has none."""
+    """A card's peak is found by whole words of its name, so A10 is not A100; an unknown card or a slice has none."""
     assert peak_flops(name) == (PEAK_FLOPS[entry] if entry else None)
 
 

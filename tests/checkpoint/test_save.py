@@ -4,6 +4,7 @@ from lightning import Callback
 
 from src.checkpoint.choose import newest
 from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from src.errors import UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
 DATA = torch.linspace(-1, 1, 24)[:, None]
@@ -98,3 +99,38 @@ def test_a_metric_that_is_never_logged_is_said_once(tmp_path, fit, capsys):
     assert said.count("checkpoint.monitor 'val/accuracy' is never logged") == 1
     assert "(logged: val/loss)" in said
     assert names(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1), ("max", -1)])
+@pytest.mark.parametrize(("later", "best"), [(0.3, 9), (0.05, 12)])
+def test_a_resumed_run_knows_the_best_of_the_earlier_start(tmp_path, fit, mode, sign, later, best):
+    """A later value wins over the best one of the start before only if it is better, and one best file stays."""
+
+    class Scored(Line):
+        def validation_step(self, batch, batch_idx):
+            self.log("score", {3: 0.5, 6: 0.4, 9: 0.1, 12: later}[self.global_step] * sign)
+
+    settings = CheckpointSettings(every_n_steps=3, monitor="score", mode=mode)
+
+    def start(steps, resume=None):
+        saver = SaveBest(tmp_path, settings)
+        when = {"val_check_interval": 3, "num_sanity_val_steps": 0, "max_steps": steps}
+        fit([SaveNewest(tmp_path, settings), saver], Scored(), resume, **when)
+        return saver
+
+    start(9)
+    # This state is older than the validation at its step, so it does not know that step 9 is the best.
+    saver = start(12, tmp_path / "step=00000009.ckpt")
+    expected = tmp_path / f"best-step={best:08d}.ckpt"
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("best-")] == [expected]
+    assert saver.best_model_path == str(expected)
+    assert float(saver.best_model_score or 0) == pytest.approx(sign * min(0.1, later))
+
+
+@pytest.mark.parametrize("name", ["keep", "every_n_steps"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_nothing_kept_or_no_interval_is_refused(name, value):
+    """Keeping no state, or saving one every 0 steps, is refused by name."""
+    with pytest.raises(UserError, match=f"checkpoint.{name} is {value}; it must be at least 1"):
+        CheckpointSettings(**{name: value})

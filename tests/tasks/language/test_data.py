@@ -151,7 +151,7 @@ def test_windows_share_only_the_byte_between_them(tmp_path, size, windows):
     assert torch.equal(batch, torch.stack([data[windows - 1], data[0]]))
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [0, 1, 4])
 def test_less_than_a_window_is_refused(tmp_path, size):
     """A file with fewer bytes than a window and the byte after it is refused with both numbers."""
     (tmp_path / "val.bin").write_bytes(bytes(size))
@@ -191,3 +191,29 @@ def test_loaders_give_the_bytes_of_their_splits(texts, tmp_path, monkeypatch):
     wider.trainer = trainer
     wider.setup("fit")
     assert wider.train_set[0].shape == (9,)
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize("text", [None, b"short"])
+def test_a_folder_with_too_few_texts_is_refused(texts, tmp_path, split, text):
+    """A folder whose files leave a split empty, or shorter than a window, is refused with that split and its size."""
+    for name, place in splits(stored(texts, tmp_path / "cache")).items():
+        number = int(name.removeprefix("<"))
+        file = texts / f"part{number % 3}" / f"{number}.txt"
+        if place == split and text is None:
+            file.unlink()
+        elif place == split:
+            file.write_bytes(text)
+    data = TextBytes(str(texts), cache=str(tmp_path / "cache"))
+    module = LanguageModule(width=8, depth=1, heads=1, context=64, sample_bytes=0)
+    size = "0" if text is None else r"\d+"
+    with pytest.raises(UserError, match=rf"{split}\.bin has {size} bytes, fewer than one window of context 64"):
+        quiet_trainer(max_steps=1).fit(module, data)
+
+
+def test_a_longer_context_than_the_models_is_refused(texts, tmp_path):
+    """Samples longer than the model's context are refused with the setting that makes it longer."""
+    data = TextBytes(str(texts), context=17, cache=str(tmp_path / "cache"))
+    module = LanguageModule(width=8, depth=1, heads=1, context=16, sample_bytes=0)
+    with pytest.raises(UserError, match=r"data\.context 17 .* set --model\.context 17"):
+        quiet_trainer(max_steps=1).fit(module, data)

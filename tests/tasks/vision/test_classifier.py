@@ -3,6 +3,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
+from src.errors import UserError
 from src.tasks.vision import VisionModule
 from tests.tiny import loader, loaders, quiet_trainer
 
@@ -65,6 +66,13 @@ def test_the_schedule_is_one_cycle_over_all_steps(fit):
     assert max(rates) == pytest.approx(0.01, rel=0.1)
     assert rates.index(max(rates)) not in (0, 7)
     assert rates[-1] == min(rates) < 0.01 / 1000
+
+
+def test_a_training_without_an_end_is_refused():
+    """One cycle over endless steps is refused with the settings that give it an end."""
+    trainer = quiet_trainer(max_epochs=-1, max_steps=-1, num_sanity_val_steps=0)
+    with pytest.raises(UserError, match=r"--trainer\.max_epochs or --trainer\.max_steps"):
+        trainer.fit(module(), *loaders(trainer, DATA, 16))
 
 
 def test_predictions_are_the_likeliest_labels():

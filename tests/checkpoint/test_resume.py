@@ -1,0 +1,42 @@
+from typing import cast
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from src.batching import GlobalBatchLoader
+from src.checkpoint.save import CheckpointSettings, SaveNewest
+from tests.tiny import Line, quiet_trainer
+
+DATA = torch.linspace(-1, 1, 24)[:, None]  # in batches of 4 an epoch is 6 steps
+
+
+class Seeing(Line):
+    """Remembers which samples each step saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, list[float]]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, batch_idx, batch.flatten().tolist()))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("stop", "ended", "workers"),
+    [*((stop, ended, 0) for stop in (3, 5, 6, 8) for ended in (True, False)), (8, False, 1)],
+)
+def test_a_resumed_run_sees_the_samples_that_were_to_come(tmp_path, stop, ended, workers):
+    """Wherever in an epoch it was stopped or killed, a resumed run trains on exactly the batches that had not come."""
+
+    def fit(steps, every, resume=None):
+        module, saver = Seeing(), SaveNewest(tmp_path, CheckpointSettings(every_n_steps=every, keep=99))
+        trainer = quiet_trainer(callbacks=[saver], max_steps=steps)
+        data = GlobalBatchLoader(cast(Dataset, DATA), 4, trainer, train=True, num_workers=workers)
+        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+        return module.seen
+
+    whole = fit(15, every=99)
+    fit(stop if ended else stop + 1, every=99 if ended else stop)
+    assert fit(15, 99, tmp_path / f"step={stop:08d}.ckpt") == whole[stop:]

@@ -1,0 +1,57 @@
+import pytest
+import torch
+from torch.distributed import HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+from src.command_line import CONFIGS
+from src.errors import UserError, hint
+from src.strategies import NAMES
+
+
+class Skipping(torch.nn.Module):
+    """Has a layer that its forward pass never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.skipped = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.used(batch)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process only."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_out_of_memory_says_how_to_take_less():
+    """When GPU memory is out, the hint names the micro batch and a preset that exists."""
+    text = hint(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert text is not None
+    assert "--micro_batch_size" in text
+    assert "--config configs/presets/lowmem.yaml" in text
+    assert (CONFIGS / "presets" / "lowmem.yaml").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_unused_parameters_say_which_strategy_allows_them():
+    """What DDP itself raises where a layer got no gradient is explained with a strategy that exists."""
+    model = DistributedDataParallel(Skipping())
+    model(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(1, 1)).sum().backward()
+    text = hint(raised.value)
+    assert text is not None
+    assert "--trainer.strategy ddp_find_unused" in text
+    assert "ddp_find_unused" in NAMES
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes do not match"), MemoryError(), UserError("memory is 0"), KeyboardInterrupt()]
+)
+def test_other_errors_have_no_hint(error):
+    """Where nothing can be turned the traceback stands alone."""
+    assert hint(error) is None

@@ -1,0 +1,60 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from src import run as module
+from src.run import Run, describe_start
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch) -> Path:
+    """A git repository of its own that plays the project."""
+    folder = tmp_path / "project"
+    (folder / "src").mkdir(parents=True)
+    (folder / "src" / "run.py").write_text("one = 1\n")
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    monkeypatch.setattr(module, "__file__", str(folder / "src" / "run.py"))
+    return folder
+
+
+def test_the_manifest_says_which_code_ran(tmp_path, repository):
+    """A clean tree is a commit; a dirty one is the commit, a diff beside the manifest, and the names of new files."""
+    run = Run(str(tmp_path), "new")
+    clean = describe_start(run, ["CPU"])
+    assert len(clean["commit"]) == 40
+    assert (clean["dirty"], clean["diff"], clean["untracked"]) == (False, None, [])
+    assert not (tmp_path / "code.diff").exists()
+    (repository / "src" / "run.py").write_text("one = 2\n")
+    (repository / "new.py").touch()
+    dirty = describe_start(run, ["CPU"])
+    assert dirty["commit"] == clean["commit"]
+    assert (dirty["dirty"], dirty["diff"], dirty["untracked"]) == (True, "code.diff", ["new.py"])
+    assert "+one = 2" in (tmp_path / "code.diff").read_text()
+
+
+def test_a_huge_diff_is_not_kept(tmp_path, repository, monkeypatch):
+    """A diff over the limit is replaced by its size."""
+    monkeypatch.setattr(module, "DIFF_LIMIT", 1000)
+    (repository / "src" / "run.py").write_text("x" * 2000)
+    describe_start(Run(str(tmp_path), "new"), [])
+    assert "too large to keep" in (tmp_path / "code.diff").read_text()
+
+
+def test_the_manifest_needs_no_repository(tmp_path, monkeypatch):
+    """Outside of git the manifest has no commit, and the rest is there."""
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "run.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(sys, "argv", ["cli", "fit"])
+    facts = describe_start(Run(str(tmp_path), "new"), ["CPU", "CPU"])
+    assert (facts["commit"], facts["dirty"], facts["argv"], facts["cards"]) == (
+        None,
+        False,
+        ["cli", "fit"],
+        ["CPU"] * 2,
+    )
+    assert facts["packages"]["torch"].startswith(torch.__version__.split("+")[0])
