@@ -145,6 +145,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise UserError(f"a data set of {size} samples cannot be shared by {world_size} devices")
         self.size, self.micro_batch_size, self.train, self.seed = size, micro_batch_size, train, seed
         self.rank, self.world_size, self.epoch = rank, world_size, 0
+        self.shuffle = train
         self.start = 0  # the first chunk of the next iteration; a resumed run goes on in the middle of an epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -184,7 +185,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return chunks if self.train or self.samples(chunks - 1) else chunks - 1
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.train:
+        if self.shuffle:
             generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch))
             order = torch.randperm(self.size, generator=generator)
         else:
@@ -236,7 +237,9 @@ class GlobalBatchLoader:
         self.sampler = GlobalBatchSampler(
             size, micro_batch_size, train=train, seed=seed, rank=rank, world_size=world_size
         )
+        self.sampler.shuffle = train and not getattr(trainer, "overfit_batches", 0)  # overfit on the same batches
         self._done = 0
+        self._resumed: int | None = None  # the epoch that a checkpoint was in
         # A generator of its own: iterators draw worker seeds from it and never from the global RNG.
         self._generator = torch.Generator()
         self.loader = DataLoader(
@@ -249,28 +252,26 @@ class GlobalBatchLoader:
             generator=self._generator,
         )
 
-    @property
-    def dataset(self) -> Dataset:
-        """The wrapped data set."""
-        return self.loader.dataset
-
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: Lightning calls iter() of a resumed epoch before set_epoch, and workers would fetch at once.
         self._generator.manual_seed(epoch_seed(self.sampler.seed, self.sampler.epoch))
-        self._done = self.sampler.start
+        if self._resumed not in (None, self.sampler.epoch):  # its epoch was over, cut short by limit_train_batches
+            self.sampler.start = 0
+        self._resumed, self._done = None, self.sampler.start
         for batch in self.loader:
             self._done += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
         """Where in the epoch it is, in samples of all ranks; Lightning keeps it in the checkpoint."""
-        return {"samples": min(self._done * self.sampler.chunk, self.sampler.size)}
+        return {"epoch": self.sampler.epoch, "samples": min(self._done * self.sampler.chunk, self.sampler.size)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on there."""
+        """Go on there, if that epoch is not over."""
+        self._resumed = state["epoch"]
         self.sampler.start = state["samples"] % self.sampler.size // self.sampler.chunk
 
 

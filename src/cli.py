@@ -33,7 +33,7 @@ from src.callbacks.run_record import RunRecord
 from src.callbacks.throughput import Throughput
 from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
 from src.command_line import CONFIGS, class_parameters, config_files, explain, with_defaults
-from src.errors import UserError, hint
+from src.errors import UserError, from_settings, hint
 from src.hardware import check_shape, local_cards, other_card_note, process_environment, read_shape
 from src.metrics_csv import MetricsCSV
 from src.precision import resolve_precision
@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return _complain(str(error))
     except Exception as error:
+        if from_settings(error):
+            return _complain(str(error))
         traceback.print_exc()
         if advice := hint(error):
             print(f"hint: {advice}", file=sys.stderr)
@@ -244,7 +246,7 @@ class ProjectCLI(LightningCLI):
         counts = in_micro_batches(config.as_dict(), self.plan.accumulation) if self.plan else {}
         return super().instantiate_trainer(
             accelerator=self.shape.accelerator,
-            devices=config.devices if self.shape.indices else self.shape.devices,
+            devices=list(self.shape.indices) if self.shape.indices else self.shape.devices,
             precision=self.precision.value,
             strategy=self.strategy,
             accumulate_grad_batches=self.plan.accumulation if self.plan else config.accumulate_grad_batches,

@@ -1,10 +1,28 @@
 """Errors that a user can mend: one line on stderr and exit code 2, never a traceback."""
 
+import traceback
+from pathlib import Path
+
+import jsonargparse
+import lightning
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class UserError(Exception):
     """Bad input or a machine that does not fit it. The text says what it got, what is allowed, what to do."""
+
+
+def from_settings(error: Exception) -> bool:
+    """Whether Lightning refused a setting by itself: its own complaint, with nobody's module on the way to it.
+
+    Such an error (`val_check_interval` beyond the epoch, EarlyStopping without a metric) is bad input, not a crash.
+    """
+    if not isinstance(error, MisconfigurationException | ValueError | TypeError | RuntimeError):
+        return False
+    known = (Path(lightning.__file__).parent, Path(jsonargparse.__file__).parent, Path(__file__).parent / "cli.py")
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    return all(any(file.is_relative_to(place) for place in known) for file in frames if file.name != "contextlib.py")
 
 
 def hint(error: BaseException) -> str | None:
@@ -15,7 +33,7 @@ def hint(error: BaseException) -> str | None:
             "out of GPU memory. The same global batch in less memory: lower --micro_batch_size (accumulation follows), "
             "then --activation_checkpointing true, or both at once: --config configs/presets/lowmem.yaml"
         )
-    if "find_unused_parameters" in text or "marked as ready twice" in text:
+    if "find_unused_parameters" in text:
         return (
             "some parameters got no gradient in a step. If the model skips parts of itself on purpose: "
             "--trainer.strategy ddp_find_unused (slower); otherwise TORCH_DISTRIBUTED_DEBUG=DETAIL names them"

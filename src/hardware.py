@@ -65,6 +65,8 @@ def read_shape(accelerator: str, num_nodes: int, devices: int | str | list[int])
     least = 0 if listed else 1
     if not numbers or min(numbers) < least or len(set(numbers)) < len(numbers):
         raise UserError(f"{counts}: {allowed}")
+    if listed and accelerator == "cpu":
+        raise UserError(f"trainer.devices {devices!r} are GPU indices; on a CPU give the number of processes")
     if listed:
         return Shape(accelerator, num_nodes, len(numbers), tuple(numbers))
     return Shape(accelerator, num_nodes, numbers[0])
@@ -145,8 +147,9 @@ def process_environment(shape: Shape) -> ClusterEnvironment:
     layout = _srun_layout()
     if sum(layout) > 1 or (layout and shape.world_size == 1):
         _check_layout("srun", layout, shape)
-        # `srun -n 4` does not set it, and Lightning asks for it.
-        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(shape.devices))
+        # Lightning compares these; Slurm leaves them out (`srun -n 4`) or lets them speak of the job, not of the step.
+        os.environ["SLURM_NTASKS"], os.environ["SLURM_NNODES"] = str(shape.world_size), str(shape.num_nodes)
+        os.environ["SLURM_NTASKS_PER_NODE"] = str(shape.devices)
         return SLURMEnvironment(auto_requeue=False)
     if shape.num_nodes > 1 and not {"MASTER_ADDR", "NODE_RANK"} <= os.environ.keys():
         started = "one srun task" if layout else "one process"

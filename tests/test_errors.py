@@ -1,10 +1,14 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from lightning import Trainer
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from src.command_line import CONFIGS
-from src.errors import UserError, hint
+from src.errors import UserError, from_settings, hint
 from src.strategies import NAMES
 
 
@@ -55,3 +59,23 @@ def test_unused_parameters_say_which_strategy_allows_them():
 def test_other_errors_have_no_hint(error):
     """Where nothing can be turned the traceback stands alone."""
     assert hint(error) is None
+
+
+def raised_by(function: Callable[[], Any]) -> Exception:
+    """The exception of a call with the traceback that begins inside of it, as it does below main()."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever it is
+        function()
+    error = raised.value
+    trace: Any = error.__traceback__
+    return error.with_traceback(trace.tb_next.tb_next)
+
+
+def test_a_setting_that_lightning_refuses_is_no_crash():
+    """Lightning's own complaint about an argument counts as bad input; a user's ValueError does not."""
+    assert from_settings(raised_by(lambda: Trainer(accelerator="cpu", limit_val_batches=1.5, logger=False)))
+    assert not from_settings(raised_by(lambda: int(raised_in_user_code())))
+    assert not from_settings(KeyError("lost"))
+
+
+def raised_in_user_code() -> int:
+    raise ValueError("a module's own")

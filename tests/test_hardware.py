@@ -267,3 +267,30 @@ def test_another_number_of_processes_than_asked_is_refused(monkeypatch, variable
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=says):
         process_environment(shape)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("2(x2)", Shape("gpu", 2, 2)),
+        ("4", Shape("gpu", 1, 4)),
+        ("8(x16)", Shape("gpu", 16, 8)),
+        ("1(x3)", Shape("cpu", 3, 1)),
+    ],
+)
+def test_slurms_own_account_of_the_tasks_is_read(monkeypatch, layout, shape):
+    """A step whose tasks lie on the nodes as asked is accepted, also where Slurm's other variables speak of the job."""
+    job = srun(2 * shape.world_size, shape.num_nodes) | {"SLURM_STEP_TASKS_PER_NODE": layout}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    assert isinstance(process_environment(shape), SLURMEnvironment)
+    assert os.environ["SLURM_NTASKS"] == str(shape.world_size)
+    assert os.environ["SLURM_NTASKS_PER_NODE"] == str(shape.devices)
+
+
+def test_tasks_that_lie_unevenly_are_refused(monkeypatch):
+    """Three tasks on one node and one on the other are not 2 × 2, though there are four on two nodes."""
+    for name, value in (srun(4, 2) | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"4 processes on 2 nodes \(3, 1 per node\).*--ntasks-per-node=2"):
+        process_environment(Shape("gpu", 2, 2))

@@ -19,12 +19,13 @@ class Progress(Callback):
         self._loss, self._speed = loss, speed
         self._bar: tqdm | None = None
         self._total: float = 0
-        self._first, self._start, self._printed = 0, 0.0, 0.0
+        self._first, self._shown, self._start, self._printed = 0, 0, 0.0, 0.0
         self._validation: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._total = trainer.estimated_stepping_batches
-        self._first, self._start = trainer.global_step, time.monotonic()
+        self._first = self._shown = trainer.global_step
+        self._start = time.monotonic()
         if trainer.is_global_zero and sys.stderr.isatty():
             total = None if self._total == float("inf") else int(self._total)
             self._bar = tqdm(total=total, initial=trainer.global_step, desc="train", unit="step", dynamic_ncols=True)
@@ -32,7 +33,10 @@ class Progress(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
         if not trainer.is_global_zero:
             return
-        log_now = trainer.global_step > self._first and trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        # Passes of one step come several times under accumulation; a step is shown once.
+        new_step = trainer.global_step > self._shown
+        log_now = new_step and trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        self._shown = trainer.global_step
         if self._bar is not None:
             self._bar.update(trainer.global_step - self._bar.n)
             if log_now:

@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 
 from src.batching import GlobalBatchLoader
 from src.checkpoint.save import CheckpointSettings, SaveNewest
-from tests.tiny import Line, quiet_trainer
+from tests.tiny import Line, loader, quiet_trainer
 
 DATA = torch.linspace(-1, 1, 24)[:, None]  # in batches of 4 an epoch is 6 steps
 
@@ -40,3 +40,18 @@ def test_a_resumed_run_sees_the_samples_that_were_to_come(tmp_path, stop, ended,
     whole = fit(15, every=99)
     fit(stop if ended else stop + 1, every=99 if ended else stop)
     assert fit(15, 99, tmp_path / f"step={stop:08d}.ckpt") == whole[stop:]
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5, 8])
+def test_a_shortened_epoch_is_over_where_it_ends(tmp_path, stop):
+    """With limit_train_batches too, a resumed run trains on exactly the batches that had not come."""
+
+    def fit(steps, resume=None):
+        module, saver = Seeing(), SaveNewest(tmp_path, CheckpointSettings(every_n_steps=99, keep=99))
+        trainer = quiet_trainer(callbacks=[saver], max_steps=steps, limit_train_batches=4)
+        trainer.fit(module, loader(trainer, DATA, 4, train=True), ckpt_path=resume, weights_only=True)
+        return module.seen
+
+    whole = fit(11)
+    fit(stop)
+    assert fit(11, tmp_path / f"step={stop:08d}.ckpt") == whole[stop:]
