@@ -347,6 +347,11 @@ class ProjectCLI(LightningCLI):
         path = type(self.model).__module__.split(".")
         return path[2] if path[:2] == ["src", "tasks"] else type(self.model).__name__
 
+    def _strategy_name(self) -> str:
+        if self.strategy == "auto":
+            return "one device, no process group"
+        return self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
+
     def _again(self, run: Run) -> str:
         """The command that continues this run."""
         named = any(arg == "--run" or arg.startswith("--run=") for arg in self.argv)
@@ -363,7 +368,7 @@ class ProjectCLI(LightningCLI):
             "accumulation": self.trainer.accumulate_grad_batches,
             "precision": self.precision.value,
             "precision_reason": self.precision.reason,
-            "strategy": type(self.trainer.strategy).__name__,
+            "strategy": self._strategy_name(),
             "seed": self.settings.seed_everything,
         }
 

@@ -1,14 +1,15 @@
 """Names for `trainer.strategy`. A new strategy is a file in this folder and one line here."""
 
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 
 from src.errors import UserError
+from src.strategies.ddp import DDP
 
 # gradient_as_bucket_view saves one copy of the gradients; find_unused_parameters costs a graph walk per step.
-StrategyRegistry.register("ddp", DDPStrategy, "one replica per device", override=True, gradient_as_bucket_view=True)
+StrategyRegistry.register("ddp", DDP, "one replica per device", override=True, gradient_as_bucket_view=True)
 StrategyRegistry.register(
     "ddp_find_unused",
-    DDPStrategy,
+    DDP,
     "ddp for models that skip some parameters in some steps",
     override=True,
     gradient_as_bucket_view=True,

@@ -23,7 +23,7 @@ def test_one_gpu_trains_in_bf16_without_a_process_group(tmp_path: Path) -> None:
     manifest = read_json(only_run(tmp_path) / "manifest.json")
     assert manifest["precision"] == "bf16-mixed"
     assert "compute capability" in manifest["precision_reason"]
-    assert manifest["strategy"] == "SingleDeviceStrategy"
+    assert manifest["strategy"] == "one device, no process group"
     assert "bf16-mixed (" in done.stdout
     state = torch.load(next(only_run(tmp_path).glob("checkpoints/step=*.ckpt")), weights_only=True)
     assert "MixedPrecision" not in state
