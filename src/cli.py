@@ -24,7 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from src.agreement import agree
-from src.batching import BatchPlan, in_micro_batches, plan_batches, stop_workers
+from src.batching import in_micro_batches, stop_workers
 from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.predictions import WritePredictions
@@ -32,14 +32,13 @@ from src.callbacks.progress import Progress
 from src.callbacks.run_record import RunRecord
 from src.callbacks.throughput import Throughput
 from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
-from src.command_line import CONFIGS, class_parameters, config_files, explain, with_defaults
+from src.command_line import config_files, explain, with_defaults
 from src.errors import UserError, from_settings, hint
-from src.hardware import check_shape, local_cards, other_card_note, process_environment, read_shape
 from src.metrics_csv import MetricsCSV
-from src.precision import resolve_precision
+from src.resolution import class_name, resolve
 from src.run import Run, find_run, open_run, write_text
-from src.strategies import resolve_strategy
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
+from src.trainer import ProjectTrainer
 
 EXIT_USER = 2  # bad input: one line, nothing lost
 EXIT_CRASH = 1
@@ -69,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(message: str) -> int:
-    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", 0)))) == 0:
+    """One line per node, since a node may differ from the others; every rank's once they have met."""
+    met = torch.distributed.is_initialized()
+    if met or int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
         print("error: " + " ".join(message.split()), file=sys.stderr)
     _leave_if_not_alone(EXIT_USER)
     return EXIT_USER
@@ -98,34 +99,6 @@ def quieten() -> None:
         ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation needs none of them
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-class ProjectTrainer(Trainer):
-    """Lightning's Trainer with two corrections of its command line.
-
-    `precision` may also be `auto`. And a limit of 1 stays the number 1: under the types that Lightning declares, the
-    parser reads it as 1.0, which means all batches.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        precision: str | int = "auto",
-        limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        limit_predict_batches: int | float | None = None,
-        overfit_batches: int | float = 0.0,
-        **kwargs: Any,
-    ) -> None:
-        limits = {
-            "limit_train_batches": limit_train_batches,
-            "limit_val_batches": limit_val_batches,
-            "limit_test_batches": limit_test_batches,
-            "limit_predict_batches": limit_predict_batches,
-            "overfit_batches": overfit_batches,
-        }
-        super().__init__(*args, precision=precision, **limits, **kwargs)  # type: ignore[arg-type]  # resolved by then
 
 
 class ProjectCLI(LightningCLI):
@@ -176,23 +149,10 @@ class ProjectCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Find out what this machine makes of the configuration; refuse what cannot be."""
-        config = self.settings
-        trainer, files = config.trainer, config_files(self.argv)
         self.config_text = self._dump_for_run()
-        self.notes: list[str] = []
-        self.shape = read_shape(trainer.accelerator, trainer.num_nodes, trainer.devices)
-        check_shape(self.shape, files, CONFIGS)
-        self.environment = process_environment(self.shape)
-        cards = local_cards(self.shape)
-        self.precision = resolve_precision(trainer.precision, cards)
-        self.strategy = resolve_strategy(trainer.strategy, self.shape.world_size)
-        self.plan = self._plan_batches(config)
-        if self.plan is not None:
-            config.data.init_args.batch_size = self.plan.micro_batch_size
-        self.notes += [note for note in (other_card_note(files, cards), self.precision.warning) if note]
-        if cards and self.precision.value == "32-true":
-            # fp32 matrix products on TF32 units; without this they do not use tensor cores at all.
-            torch.set_float32_matmul_precision("high")
+        self.here = resolve(self.settings, config_files(self.argv))
+        if self.here.plan is not None:
+            self.settings.data.init_args.batch_size = self.here.plan.micro_batch_size
 
     @property
     def command(self) -> str:
@@ -204,28 +164,6 @@ class ProjectCLI(LightningCLI):
     def settings(self) -> Namespace:
         """The merged configuration of the subcommand."""
         return self.config[self.command]
-
-    def _plan_batches(self, config: Namespace) -> BatchPlan | None:
-        """The batch plan; None where the data brings its own batch size, which then is said."""
-        default = _batch_size_default(config.data)
-        accumulation = config.trainer.accumulate_grad_batches
-        if default is None:
-            if config.global_batch_size or config.micro_batch_size:
-                self.notes.append(
-                    f"global_batch_size {config.global_batch_size} cannot be enforced: "
-                    f"{_class_name(config.data or config.model)} brings its own loaders and takes no batch_size"
-                )
-            return None
-        micro, own = config.micro_batch_size, config.data.init_args.batch_size
-        if own != default:  # set by the user, and the same thing
-            if micro not in (None, own):
-                raise UserError(f"micro_batch_size {micro} contradicts data.batch_size {own}: leave one of them out")
-            micro = own
-        if micro is None and config.global_batch_size is None:
-            micro = own
-        return plan_batches(
-            self.shape.world_size, config.global_batch_size, micro, None if accumulation == 1 else accumulation
-        )
 
     def _dump_for_run(self) -> str:
         """The configuration as given, without the run's name: fed back with --config it starts a run of its own."""
@@ -243,14 +181,14 @@ class ProjectCLI(LightningCLI):
         plugins = config.plugins if isinstance(config.plugins, list) else [config.plugins]
         self.wants_progress = config.enable_progress_bar is not False
         self.wants_checkpoints = config.enable_checkpointing is not False and not config.fast_dev_run
-        counts = in_micro_batches(config.as_dict(), self.plan.accumulation) if self.plan else {}
+        counts = in_micro_batches(config.as_dict(), self.here.plan.accumulation) if self.here.plan else {}
         return super().instantiate_trainer(
-            accelerator=self.shape.accelerator,
-            devices=list(self.shape.indices) if self.shape.indices else self.shape.devices,
-            precision=self.precision.value,
-            strategy=self.strategy,
-            accumulate_grad_batches=self.plan.accumulation if self.plan else config.accumulate_grad_batches,
-            plugins=[*(plugin for plugin in plugins if plugin is not None), self.environment],
+            accelerator=self.here.shape.accelerator,
+            devices=list(self.here.shape.indices) if self.here.shape.indices else self.here.shape.devices,
+            precision=self.here.precision.value,
+            strategy=self.here.strategy,
+            accumulate_grad_batches=self.here.plan.accumulation if self.here.plan else config.accumulate_grad_batches,
+            plugins=[*(plugin for plugin in plugins if plugin is not None), self.here.environment],
             logger=config.logger if config.logger not in (None, True) else False,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=False,
@@ -314,7 +252,7 @@ class ProjectCLI(LightningCLI):
         self.trainer.loggers = [*self.trainer.loggers, rows, board]
         loss, speed = GlobalBatch(), Throughput()
         again = self._again(run)
-        record = RunRecord(run, self.shape.world_size, self._facts(task), self._block(run, task), again, speed)
+        record = RunRecord(run, self.here.shape.world_size, self._facts(task), self._block(run, task), again, speed)
         # The record comes first: its checks must precede everything else, and it must see every exception.
         callbacks = [record, loss, speed, LossScale(), Progress(loss, speed)][: None if self.wants_progress else -1]
         if self.wants_checkpoints:
@@ -348,9 +286,9 @@ class ProjectCLI(LightningCLI):
         return path[2] if path[:2] == ["src", "tasks"] else type(self.model).__name__
 
     def _strategy_name(self) -> str:
-        if self.strategy == "auto":
+        if self.here.strategy == "auto":
             return "one device, no process group"
-        return self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
+        return self.here.strategy if isinstance(self.here.strategy, str) else type(self.here.strategy).__name__
 
     def _again(self, run: Run) -> str:
         """The command that continues this run."""
@@ -358,7 +296,7 @@ class ProjectCLI(LightningCLI):
         return shlex.join(["python", "-m", "src.cli", *self.argv, *([] if named else ["--run", run.name])])
 
     def _facts(self, task: str) -> dict[str, Any]:
-        plan = self.plan
+        plan = self.here.plan
         return {
             "task": task,
             "model": type(self.model).__qualname__,
@@ -366,8 +304,8 @@ class ProjectCLI(LightningCLI):
             "global_batch_size": plan.global_batch_size if plan else None,
             "micro_batch_size": plan.micro_batch_size if plan else None,
             "accumulation": self.trainer.accumulate_grad_batches,
-            "precision": self.precision.value,
-            "precision_reason": self.precision.reason,
+            "precision": self.here.precision.value,
+            "precision_reason": self.here.precision.reason,
             "strategy": self._strategy_name(),
             "seed": self.settings.seed_everything,
         }
@@ -376,32 +314,20 @@ class ProjectCLI(LightningCLI):
         facts = self._facts(task)
         state = {"new": "new", "continued": f"continues from step {run.step}"}[run.state]
         batch = (
-            str(self.plan)
-            if self.plan
-            else f"as {_class_name(self.settings.data or self.settings.model)}'s loaders say"
+            str(self.here.plan)
+            if self.here.plan
+            else f"as {class_name(self.settings.data or self.settings.model)}'s loaders say"
         )
         return [
             ("run", f"{run.folder} ({state})"),
             ("task", f"{task}: {facts['model']}, {facts['parameters'] / 1e6:.2f} M parameters"),
-            ("devices", f"{self.shape}, world size {self.shape.world_size}"),
+            ("devices", f"{self.here.shape}, world size {self.here.shape.world_size}"),
             ("strategy", facts["strategy"]),
-            ("precision", f"{self.precision.value} ({self.precision.reason})"),
+            ("precision", f"{self.here.precision.value} ({self.here.precision.reason})"),
             ("global batch", batch),
             ("continue", self._again(run)),
-            *(("note", note) for note in self.notes + run.notes),
+            *(("note", note) for note in self.here.notes + run.notes),
         ]
-
-
-def _batch_size_default(data: Namespace | None) -> int | None:
-    """What the data module takes as batch_size when nobody says; None where it has no such argument."""
-    if data is None or "batch_size" not in (data.get("init_args") or {}):
-        return None
-    default = class_parameters(data.class_path)["batch_size"].default
-    return default if isinstance(default, int) else 0
-
-
-def _class_name(config: Namespace) -> str:
-    return str(config.class_path).rsplit(".", 1)[-1]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,85 @@
+"""What this machine makes of a configuration: processes, precision, strategy, batches; before anything is built."""
+
+from dataclasses import dataclass, field
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+
+from src.batching import BatchPlan, plan_batches
+from src.command_line import CONFIGS, class_parameters
+from src.errors import UserError
+from src.hardware import Shape, check_shape, local_cards, other_card_note, process_environment, read_shape
+from src.precision import Precision, resolve_precision
+from src.strategies import resolve_strategy
+
+
+@dataclass
+class Resolution:
+    """The answers; `plan` is None where the data brings its own batch size."""
+
+    shape: Shape
+    environment: ClusterEnvironment
+    precision: Precision
+    strategy: object
+    plan: BatchPlan | None
+    notes: list[str] = field(default_factory=list)
+
+
+def resolve(config: Namespace, files: list[str]) -> Resolution:
+    """Resolve the merged configuration of a subcommand; `files` are the --config arguments, whose names label shapes.
+
+    Raises:
+        UserError: the machine, the launcher or the numbers do not fit.
+    """
+    trainer = config.trainer
+    shape = read_shape(trainer.accelerator, trainer.num_nodes, trainer.devices)
+    check_shape(shape, files, CONFIGS)
+    environment = process_environment(shape)
+    cards = local_cards(shape)
+    precision = resolve_precision(trainer.precision, cards)
+    strategy = resolve_strategy(trainer.strategy, shape.world_size)
+    plan, batch_note = _plan(config, shape.world_size)
+    if cards and precision.value == "32-true":
+        # fp32 matrix products on TF32 units; without this they do not use tensor cores at all.
+        torch.set_float32_matmul_precision("high")
+    notes = [note for note in (batch_note, other_card_note(files, cards), precision.warning) if note]
+    return Resolution(shape, environment, precision, strategy, plan, notes)
+
+
+def _plan(config: Namespace, world_size: int) -> tuple[BatchPlan | None, str | None]:
+    """The batch plan, or none and a note where the global batch that was asked for cannot be enforced."""
+    default = _batch_size_default(config.data)
+    if default is None:
+        if not (config.global_batch_size or config.micro_batch_size):
+            return None, None
+        name, value = (
+            ("global", config.global_batch_size) if config.global_batch_size else ("micro", config.micro_batch_size)
+        )
+        return None, (
+            f"{name}_batch_size {value} cannot be enforced: {class_name(config.data or config.model)} "
+            "brings its own loaders and takes no batch_size"
+        )
+    micro, own = config.micro_batch_size, config.data.init_args.batch_size
+    if own != default:  # set by the user, and the same thing
+        if micro not in (None, own):
+            raise UserError(f"micro_batch_size {micro} contradicts data.batch_size {own}: leave one of them out")
+        micro = own
+    if micro is None and config.global_batch_size is None:
+        micro = own
+    accumulation = config.trainer.accumulate_grad_batches
+    accumulation = None if accumulation == 1 else accumulation  # Lightning's default is "not given" here
+    return plan_batches(world_size, config.global_batch_size, micro, accumulation), None
+
+
+def _batch_size_default(data: Namespace | None) -> int | None:
+    """What the data module takes as batch_size when nobody says; None where it has no such argument."""
+    if data is None or "batch_size" not in (data.get("init_args") or {}):
+        return None
+    default = class_parameters(data.class_path)["batch_size"].default
+    return default if isinstance(default, int) else 0
+
+
+def class_name(config: Namespace) -> str:
+    """The last part of a class_path."""
+    return str(config.class_path).rsplit(".", 1)[-1]
