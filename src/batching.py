@@ -16,6 +16,7 @@ from lightning import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from src.cpus import usable_cpus
 from src.errors import UserError
 
 WORKER_CAP = 8  # more workers than this per rank have not helped a loader that 8 could not feed
@@ -293,17 +294,14 @@ def stop_workers(loaders: Any) -> None:
         loader._iterator = None
 
 
-def usable_cpus() -> int:
-    """CPUs that this process may run on: a Slurm job's share, not the whole node."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def loader_workers(requested: int | None, local_ranks: int, on_cpu: bool) -> int:
     """Loader processes per rank: as asked, else this rank's share of the CPUs less one for training itself.
 
     Training on the CPU needs the cores itself, so the default is none there.
     """
     share = usable_cpus() // max(local_ranks, 1)
+    if requested is not None and requested < 0:
+        raise UserError(f"num_workers is {requested}; it is a number of processes, 0 for none")
     if requested is None:
         return 0 if on_cpu else max(0, min(WORKER_CAP, share - 1))
     if requested > share:

@@ -9,6 +9,7 @@
 import logging
 import os
 import shlex
+import signal
 import sys
 import traceback
 import warnings
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 import yaml
 from jsonargparse import ArgumentError, Namespace
-from lightning import Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -30,18 +31,20 @@ from src.callbacks.loss_scale import LossScale
 from src.callbacks.predictions import WritePredictions
 from src.callbacks.progress import Progress
 from src.callbacks.run_record import RunRecord
+from src.callbacks.termination import EXIT_TERMINATED, Termination
 from src.callbacks.throughput import Throughput
 from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
 from src.command_line import config_files, explain, with_defaults
 from src.errors import UserError, from_settings, hint
 from src.metrics_csv import MetricsCSV
 from src.resolution import class_name, resolve
-from src.run import Run, find_run, open_run, write_text
+from src.run import Run, find_run, open_run, release, write_text
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from src.trainer import ProjectTrainer
 
 EXIT_USER = 2  # bad input: one line, nothing lost
 EXIT_CRASH = 1
+EXIT_INTERRUPTED = 130  # Ctrl-C
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,21 +53,49 @@ def main(argv: list[str] | None = None) -> int:
     quieten()
     try:
         cli = ProjectCLI(argv)
-        cli.run_subcommand()
     except UserError as error:
         return _complain(str(error))
     except Exception as error:
-        if from_settings(error):
-            return _complain(str(error))
-        traceback.print_exc()
-        if advice := hint(error):
-            print(f"hint: {advice}", file=sys.stderr)
-        _leave_if_not_alone(EXIT_CRASH)
-        return EXIT_CRASH
+        return _crash(error)
+    code = _run(cli)
+    if code:
+        cli.leave(code)
+        return code
     if torch.distributed.is_initialized():
         # A group that is left to the interpreter's exit can abort a run that was perfect.
         torch.distributed.destroy_process_group()
     return 0
+
+
+def _run(cli: "ProjectCLI") -> int:
+    """The subcommand, with every way it can end as an exit code."""
+    try:
+        cli.run_subcommand()
+    except UserError as error:
+        return _complain(str(error))
+    except SystemExit as stop:
+        # Lightning turns Ctrl-C into exit code 1, `Termination` SIGTERM into 143.
+        code = EXIT_TERMINATED if stop.code == EXIT_TERMINATED else EXIT_INTERRUPTED
+        if cli.trainer.is_global_zero:
+            print(f"interrupted at step {cli.trainer.global_step}; continue with: {cli.again}", file=sys.stderr)
+        return code
+    except Exception as error:
+        return _crash(error)
+    return 0
+
+
+def _crash(error: Exception) -> int:
+    """One line for what is not the code's fault, else the traceback and what may help."""
+    if from_settings(error):
+        return _complain(str(error))
+    if "Error(s) in loading state_dict" in str(error):
+        return _complain(
+            f"the checkpoint is of another model, give the --model settings it was trained with: {error}"[:500]
+        )
+    traceback.print_exc()
+    if advice := hint(error):
+        print(f"hint: {advice}", file=sys.stderr)
+    return EXIT_CRASH
 
 
 def _complain(message: str) -> int:
@@ -72,16 +103,7 @@ def _complain(message: str) -> int:
     met = torch.distributed.is_initialized()
     if met or int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
         print("error: " + " ".join(message.split()), file=sys.stderr)
-    _leave_if_not_alone(EXIT_USER)
     return EXIT_USER
-
-
-def _leave_if_not_alone(code: int) -> None:
-    """Where other ranks wait, leave at once: tearing down a process group that one rank has left can hang."""
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def quieten() -> None:
@@ -95,6 +117,7 @@ def quieten() -> None:
         ".*Checkpoint directory .* exists and is not empty.*",  # it continues there on purpose
         ".*The number of training batches .* is smaller than the logging interval.*",
         ".*AccumulateGrad node's stream.*",  # Lightning builds DDP on a stream of its own, torch 2.11 remarks on it
+        ".*`srun` command is available.*",  # on a login node too; who started the processes is checked
         ".*infer the batch indices fetched.*",  # predictions are kept in the loader's order
         ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation needs none of them
     ):
@@ -106,6 +129,7 @@ class ProjectCLI(LightningCLI):
 
     def __init__(self, argv: list[str]) -> None:
         self.argv = argv
+        self.again = "the same command"  # with --run, as soon as there is a run
         strict = {"exit_on_error": False, "allow_abbrev": False}
         super().__init__(
             args=with_defaults(argv),
@@ -179,23 +203,34 @@ class ProjectCLI(LightningCLI):
         config = self.config_init[self.command].trainer
         callbacks = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
         plugins = config.plugins if isinstance(config.plugins, list) else [config.plugins]
-        self.wants_progress = config.enable_progress_bar is not False
-        self.wants_checkpoints = config.enable_checkpointing is not False and not config.fast_dev_run
+        own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        self.wants_progress = config.enable_progress_bar is not False and not own_bar
+        self.wants_checkpoints = config.enable_checkpointing is not False
+        self.wants_loggers = config.logger is not False
+        limits = self._training_limits(config)
         counts = in_micro_batches(config.as_dict(), self.here.plan.accumulation) if self.here.plan else {}
         return super().instantiate_trainer(
             accelerator=self.here.shape.accelerator,
             devices=list(self.here.shape.indices) if self.here.shape.indices else self.here.shape.devices,
             precision=self.here.precision.value,
-            strategy=self.here.strategy,
+            strategy=self.here.strategy if isinstance(self.here.strategy, str) else config.strategy,
             accumulate_grad_batches=self.here.plan.accumulation if self.here.plan else config.accumulate_grad_batches,
             plugins=[*(plugin for plugin in plugins if plugin is not None), self.here.environment],
-            logger=config.logger if config.logger not in (None, True) else False,
+            logger=False if config.logger in (None, True) else config.logger,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-            enable_progress_bar=False,
+            enable_progress_bar=own_bar,
             enable_model_summary=config.enable_model_summary is True,
+            **limits,
             **counts,
             **kwargs,
         )
+
+    @staticmethod
+    def _training_limits(config: Namespace) -> dict[str, int]:
+        """One epoch where neither epochs nor steps are given (Lightning would train 1000); steps alone lift epochs."""
+        if config.max_epochs is not None or config.max_time is not None:
+            return {}
+        return {"max_epochs": -1 if config.max_steps > 0 else 1}
 
     # --- go ---
 
@@ -211,14 +246,26 @@ class ProjectCLI(LightningCLI):
         arguments = self._prepare_subcommand_kwargs(self.command)
         arguments["weights_only"] = True  # tensors and plain types: a checkpoint must not run code
         try:
-            if self.settings.trainer.fast_dev_run:
-                getattr(self.trainer, self.command)(**arguments)
+            if self.command == "fit" and self.settings.trainer.fast_dev_run:
+                self.trainer.fit(**arguments)
             elif self.command == "fit":
                 self._fit(arguments)
             else:
                 self._evaluate(arguments)
         finally:
             self.stop_workers()
+            release()
+
+    def leave(self, code: int) -> None:
+        """Where other ranks wait, leave at once: tearing down a process group that one rank has left can hang."""
+        if not torch.distributed.is_initialized() or self.trainer.world_size == 1:
+            return
+        kill = getattr(self.trainer.strategy.launcher, "kill", None)
+        if kill is not None:
+            kill(signal.SIGKILL)  # the processes that this one has started
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def stop_workers(self) -> None:
         """End the loaders' processes, so that the command ends when it is done."""
@@ -228,18 +275,32 @@ class ProjectCLI(LightningCLI):
         stop_workers(trainer.predict_dataloaders)
 
     def _fit(self, arguments: dict[str, Any]) -> None:
-        task, name = self._task_name(), self.settings.run
+        task, name, start = self._task_name(), self.settings.run, arguments["ckpt_path"]
+        if start and not Path(start).is_file():
+            raise UserError(f"--ckpt_path {start}: no such file; a run is continued by its name alone, --run")
         size = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3  # weights and two Adam moments
         run = agree(self.trainer, lambda: open_run(name, task, self.config_text, size))
         if run.state == "finished":
             if self.trainer.is_global_zero:
                 print(f"run {run.name} is finished (step {run.step}), nothing to do: {run.folder}")
+                print("".join(f"note: {note}; train on under a new --run name\n" for note in run.notes), end="")
             return
+        if run.checkpoint and start:
+            self.here.notes.append(f"--ckpt_path is not used: the run has checkpoints of its own, {run.checkpoint}")
+        arguments["ckpt_path"] = run.checkpoint = run.checkpoint or start
+        self.again = self._again(run)
         record = self._attach(run, task)
-        arguments["ckpt_path"] = run.checkpoint or arguments["ckpt_path"]
         self.trainer.fit(**arguments)
-        record.write(self.trainer, "finished")
-        if self.trainer.is_global_zero:
+        # A Timer (trainer.max_time) ends this start, not the run.
+        timed_out = any(isinstance(call, Timer) and call.time_remaining() <= 0 for call in self.trainer.callbacks)  # type: ignore[attr-defined,operator]
+        record.write(self.trainer, "stopped by max_time" if timed_out else "finished")
+        if not self.trainer.is_global_zero:
+            return
+        if timed_out:
+            print(
+                f"run {run.folder} stopped by max_time at step {self.trainer.global_step}; continue with: {self.again}"
+            )
+        else:
             write_text(run.path / "DONE", f"{self.trainer.global_step}\n")
             print(f"run {run.folder} finished at step {self.trainer.global_step}")
 
@@ -249,30 +310,40 @@ class ProjectCLI(LightningCLI):
         rows.rewind(run.step)
         purge = run.step if run.state == "continued" else None
         board = TensorBoardLogger(run.path, name="", version="tensorboard", purge_step=purge)
-        self.trainer.loggers = [*self.trainer.loggers, rows, board]
+        if self.wants_loggers:
+            self.trainer.loggers = [*self.trainer.loggers, rows, board]
         loss, speed = GlobalBatch(), Throughput()
-        again = self._again(run)
-        record = RunRecord(run, self.here.shape.world_size, self._facts(task), self._block(run, task), again, speed)
-        # The record comes first: its checks must precede everything else, and it must see every exception.
-        callbacks = [record, loss, speed, LossScale(), Progress(loss, speed)][: None if self.wants_progress else -1]
+        facts, block = self._facts(task), self._block(run, task)
+        record = RunRecord(run, self.here.shape.world_size, facts, block, self.again, speed)
+        # The record comes first: its checks must precede everything else, and it must see every exception. Saving comes
+        # before the clock, which does not count it, and after the states that it saves.
+        callbacks: list[Callback] = [record, Termination(), loss, LossScale()]
         if self.wants_checkpoints:
-            settings = self.config_init[self.command].checkpoint
-            callbacks += [SaveNewest(run.path / "checkpoints", settings), SaveBest(run.path / "checkpoints", settings)]
+            folder, settings = run.path / "checkpoints", self.config_init[self.command].checkpoint
+            callbacks += [SaveNewest(folder, settings), SaveBest(folder, settings)]
+        callbacks += [speed, *([Progress(loss, speed)] if self.wants_progress else [])]
         self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
         return record
 
     def _evaluate(self, arguments: dict[str, Any]) -> None:
-        model = yaml.safe_load(self.config_text).get("model")
-        if arguments["ckpt_path"] and self.settings.run is None:
-            run = Run(str(Path(arguments["ckpt_path"]).resolve().parent), "evaluated", arguments["ckpt_path"])
+        model, path = yaml.safe_load(self.config_text).get("model"), arguments["ckpt_path"]
+        if path in ("best", "last"):
+            raise UserError(f"--ckpt_path {path}: give a file, or --run NAME for a run's best checkpoint")
+        if path and not Path(path).is_file():
+            raise UserError(f"--ckpt_path {path}: no such file")
+        if path and self.settings.run is None:
+            folder = Path(path).resolve().parent
+            run = Run(str(folder.parent if folder.name == "checkpoints" else folder), "evaluated", path)
         else:
             run = agree(self.trainer, lambda: find_run(self.settings.run, model))
-        arguments["ckpt_path"] = arguments["ckpt_path"] or run.checkpoint
+        arguments["ckpt_path"] = path or run.checkpoint
+        self.again = self._again(run)
         if self.command == "predict":
             arguments["return_predictions"] = False
             self.trainer.callbacks += [WritePredictions(run.path / "predictions.pt")]  # type: ignore[attr-defined]
         if self.trainer.is_global_zero:
             print(f"{self.command}: {arguments['ckpt_path']}")
+            print("".join(f"note: {note}\n" for note in self.here.notes), end="")
         metrics = getattr(self.trainer, self.command)(**arguments)
         if self.trainer.is_global_zero and metrics:
             merged = {key: value for part in metrics for key, value in part.items()}
@@ -312,7 +383,9 @@ class ProjectCLI(LightningCLI):
 
     def _block(self, run: Run, task: str) -> list[tuple[str, str]]:
         facts = self._facts(task)
-        state = {"new": "new", "continued": f"continues from step {run.step}"}[run.state]
+        state = f"continues from step {run.step}" if run.step else "new"
+        if run.checkpoint and not run.step:
+            state += f", starts from {run.checkpoint}"
         batch = (
             str(self.here.plan)
             if self.here.plan
@@ -325,7 +398,7 @@ class ProjectCLI(LightningCLI):
             ("strategy", facts["strategy"]),
             ("precision", f"{self.here.precision.value} ({self.here.precision.reason})"),
             ("global batch", batch),
-            ("continue", self._again(run)),
+            ("continue", self.again),
             *(("note", note) for note in self.here.notes + run.notes),
         ]
 

@@ -28,8 +28,10 @@ def with_defaults(argv: list[str]) -> list[str]:
         UserError: no subcommand, or a --config that is missing or no YAML.
 
     """
-    if not argv or argv[0] in ("-h", "--help", "--version"):
+    if not argv or argv[0] in ("-h", "--help"):
         return argv or ["--help"]
+    if argv[0] in ("-c", "--config"):
+        raise UserError(f"{argv[0]} belongs behind the subcommand; start with one of {', '.join(SUBCOMMANDS)}")
     if argv[0] not in SUBCOMMANDS:
         near = _nearest(argv[0], SUBCOMMANDS)
         raise UserError(f"{argv[0]!r} is no subcommand{near}; start with one of {', '.join(SUBCOMMANDS)}")
@@ -80,7 +82,8 @@ def read_config(path: str) -> dict[str, Any]:
     """
     file = Path(path)
     if not file.is_file():
-        there = [str(Path("configs", found.relative_to(CONFIGS))) for found in sorted(CONFIGS.rglob("*.yaml"))]
+        shown = Path("configs") if Path.cwd() == CONFIGS.parent else CONFIGS
+        there = [str(shown / found.relative_to(CONFIGS)) for found in sorted(CONFIGS.rglob("*.yaml"))]
         raise UserError(f"--config {path}: no such file{_nearest(path, there)}")
     try:
         content = yaml.safe_load(file.read_text())
@@ -117,6 +120,8 @@ def explain(error: Exception, parser: ArgumentParser, argv: list[str]) -> str:
     lines = [re.sub(r"Problem with given class_path '([^']+)':", r"\1:", line) for line in lines]
     lines = [re.sub(r"Expected an? <class '([^']+)'>. Got value:", r"expected \1, got", line) for line in lines if line]
     reason = " ".join(lines)
+    if "required: batch_size" in reason:
+        reason += ": --data.batch_size N is the micro batch; a default in the class lets global_batch_size set it"
     return f"{path}: {reason}{_origin(path, argv)}" if path else reason
 
 

@@ -18,9 +18,15 @@ def from_settings(error: Exception) -> bool:
 
     Such an error (`val_check_interval` beyond the epoch, EarlyStopping without a metric) is bad input, not a crash.
     """
-    if not isinstance(error, MisconfigurationException | ValueError | TypeError | RuntimeError):
+    if not isinstance(error, MisconfigurationException | ValueError | TypeError | RuntimeError | ArithmeticError):
         return False
-    known = (Path(lightning.__file__).parent, Path(jsonargparse.__file__).parent, Path(__file__).parent / "cli.py")
+    here = Path(__file__).parent
+    known = (
+        Path(lightning.__file__).parent,
+        Path(jsonargparse.__file__).parent,
+        here / "cli.py",
+        here / "trainer.py",
+    )
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     return all(any(file.is_relative_to(place) for place in known) for file in frames if file.name != "contextlib.py")
 
@@ -33,7 +39,7 @@ def hint(error: BaseException) -> str | None:
             "out of GPU memory. The same global batch in less memory: lower --micro_batch_size (accumulation follows), "
             "then --activation_checkpointing true, or both at once: --config configs/presets/lowmem.yaml"
         )
-    if "find_unused_parameters" in text:
+    if "find_unused_parameters=True" in text:
         return (
             "some parameters got no gradient in a step. If the model skips parts of itself on purpose: "
             "--trainer.strategy ddp_find_unused (slower); otherwise TORCH_DISTRIBUTED_DEBUG=DETAIL names them"

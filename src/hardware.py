@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.environments import (
     TorchElasticEnvironment,
 )
 
-from src.batching import usable_cpus
+from src.cpus import usable_cpus
 from src.errors import UserError
 from src.precision import Card
 
@@ -85,7 +85,7 @@ def check_shape(shape: Shape, configs: list[str], config_folder: Path) -> None:
     beyond = [index for index in shape.indices or () if index >= gpus]
     if gpus >= shape.devices and not beyond:
         return
-    asker = next((name for name in reversed(configs) if shape_label(name)), "the configuration")
+    asker = next((name for name in reversed(configs) if shape_label(name) not in (None, "cpu")), "the configuration")
     wanted = f"GPU {beyond[0]}" if beyond else str(shape)
     options = " ".join(f"--config {asker}" for _ in [0] if asker != "the configuration")
     raise UserError(

@@ -28,7 +28,7 @@ class MetricsCSV(Logger):
 
     @property
     def name(self) -> str:  # noqa: D102
-        return self.path.parent.name
+        return ""
 
     @property
     def version(self) -> str:  # noqa: D102

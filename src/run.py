@@ -11,6 +11,7 @@ runs/<name>/config.yaml      the merged configuration; feed it back with --confi
 """
 
 import datetime
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -24,7 +25,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
@@ -155,8 +156,7 @@ def open_run(name: str | None, task: str, config: str, checkpoint_bytes: int) ->
 
     """
     root, notes = run_root()
-    if name is not None and (not name or name != Path(name).name or name.startswith(".") or not name.isprintable()):
-        raise UserError(f"--run {name!r} is no folder name; use letters, digits, '.', '_' and '-'")
+    _check_name(name)
     if name is None:
         require_room(root, checkpoint_bytes)
         folder = _new_folder(root, task, config)
@@ -164,19 +164,73 @@ def open_run(name: str | None, task: str, config: str, checkpoint_bytes: int) ->
     else:
         folder = root / name
         if (folder / "DONE").exists():
-            return Run(str(folder), "finished", step=_last_step(folder))
+            return Run(str(folder), "finished", step=_last_step(folder), notes=_changes(folder, config))
         require_room(root, checkpoint_bytes)
         existed = folder.exists()
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"the run folder {folder} cannot be made ({error.strerror})") from error
+        _refuse_another_model(folder, config)
         run = Run(str(folder), "continued" if existed else "new", notes=notes)
         try:
             if found := newest(folder / "checkpoints"):
                 run.checkpoint, run.step = str(found[0]), found[1]
         except RuntimeError as error:
             raise UserError(str(error)) from error
+    _lock(folder)
     (folder / "checkpoints").mkdir(exist_ok=True)
     run.notes += _keep_config(folder, config)
     return run
+
+
+def _check_name(name: str | None) -> None:
+    if name is None:
+        return
+    if not name or name != Path(name).name or name[0] == "." or not name.isprintable() or len(name.encode()) > 200:
+        raise UserError(f"--run {name!r} is no folder name; use up to 200 letters, digits, '.', '_' and '-'")
+
+
+_locks: dict[Path, IO[str]] = {}  # open until `release` or the end of this process
+
+
+def _lock(folder: Path) -> None:
+    """Two commands on one run would train twice into the same files. The lock goes with the process, however it ends.
+
+    Raises:
+        UserError: somebody else holds it; the text says who.
+    """
+    if folder in _locks:
+        return
+    lock = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        owner = lock.read().strip()
+        lock.close()
+        raise UserError(f"run {folder.name} is being trained right now by {owner}") from error
+    except OSError:  # a file system without locks
+        lock.close()
+        return
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    _locks[folder] = lock
+
+
+def release() -> None:
+    """Let go of the runs of this process."""
+    while _locks:
+        _locks.popitem()[1].close()
+
+
+def _refuse_another_model(folder: Path, config: str) -> None:
+    """A run keeps its model's class: another one must not take over its files."""
+    before, after = _model_of(folder), (yaml.safe_load(config) or {}).get("model")
+    names = [model.get("class_path") if isinstance(model, dict) else model for model in (before, after)]
+    if before is not None and names[0] != names[1]:
+        raise UserError(f"run {folder.name} trains {names[0]}, not {names[1]}: use a new --run name")
 
 
 def _new_folder(root: Path, task: str, config: str) -> Path:
@@ -204,12 +258,20 @@ def _keep_config(folder: Path, config: str) -> list[str]:
     if not path.exists():
         write_text(path, config)
         return []
-    old = path.read_text()
+    changes = _changes(folder, config)
+    if changes:
+        number = sum(1 for _ in folder.glob("config.*.yaml")) + 1
+        path.rename(folder / f"config.{number}.yaml")
+        write_text(path, config)
+    return changes
+
+
+def _changes(folder: Path, config: str) -> list[str]:
+    """What differs from the configuration that the run was last started with, as a note."""
+    path = folder / "config.yaml"
+    old = path.read_text() if path.exists() else config
     if old == config:
         return []
-    number = sum(1 for _ in folder.glob("config.*.yaml")) + 1
-    path.rename(folder / f"config.{number}.yaml")
-    write_text(path, config)
     before, after = _flat(yaml.safe_load(old)), _flat(yaml.safe_load(config))
     changed = [key for key in before | after if before.get(key) != after.get(key)]
     shown = ", ".join(f"{key} {before.get(key)} -> {after.get(key)}" for key in changed[:8])
@@ -236,6 +298,7 @@ def find_run(name: str | None, model: Any) -> Run:
 
     """
     root, _ = run_root()
+    _check_name(name)
     if name is not None:
         folder = root / name
         if not folder.is_dir():
@@ -270,7 +333,8 @@ def newest_first(root: Path) -> list[Path]:
 
 
 def _model_of(folder: Path) -> Any:
-    return (yaml.safe_load((folder / "config.yaml").read_text()) or {}).get("model")
+    path = folder / "config.yaml"
+    return (yaml.safe_load(path.read_text()) or {}).get("model") if path.exists() else None
 
 
 def git(*arguments: str) -> str | None:

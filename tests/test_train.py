@@ -1,6 +1,7 @@
 """The command as users type it, on one process: what a run leaves, how it goes on, that it repeats itself."""
 
 import csv
+import fcntl
 import os
 import warnings
 from collections.abc import Callable
@@ -257,3 +258,106 @@ def test_the_debug_preset_is_short(tmp_path: Path) -> None:
     assert len(table) == 50
     assert [int(row["step"]) for row in table if row["val/bpb"]] == [9, 19, 29, 39, 49]
     assert read_json(run / "manifest.json")["micro_batch_size"] == 2
+
+
+def test_a_run_that_max_time_stops_can_be_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Timer ends this start and not the run: no DONE, and the same command goes on from there."""
+    endless = [*SMALL, "--trainer.max_steps", "100000", "--run", "slot", "--trainer.max_time"]
+    assert main(["fit", *CPU, *endless, "00:00:00:01"]) == 0
+    run = tmp_path / "slot"
+    assert not (run / "DONE").exists()
+    assert read_json(run / "summary.json")["exit_reason"] == "stopped by max_time"
+    reached = read_json(run / "summary.json")["last_step"]
+    assert main(["fit", *CPU, *endless, "00:00:00:02"]) == 0
+    assert f"continues from step {reached}" in capsys.readouterr().out
+
+
+def test_a_run_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two commands on one run would write twice into the same files: the second one is told who is there."""
+    (tmp_path / "busy").mkdir()
+    with (tmp_path / "busy" / ".lock").open("w") as lock:
+        lock.write("process 1 on node7")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["fit", *CPU, *SMALL, "--run", "busy"]) == 2
+    assert "being trained right now by process 1 on node7" in capsys.readouterr().err
+    assert main(["fit", *CPU, *SMALL, "--run", "busy"]) == 0
+
+
+def test_a_run_keeps_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another model under the name of a run is refused and changes nothing there."""
+    run = fit(tmp_path, "mine", *BORING, "--trainer.max_steps", "2")
+    (run / "DONE").unlink()
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    assert main(["fit", *CPU, *SMALL, "--run", "mine"]) == 2
+    assert "use a new --run name" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
+def test_a_finished_run_says_what_would_have_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More steps for a finished run are not ignored in silence."""
+    fit(tmp_path, "short", *SMALL)
+    fit(tmp_path, "short", *SMALL, "--trainer.max_steps", "8")
+    assert "trainer.max_steps 4 -> 8; train on under a new --run name" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["best", "last", "no/such.ckpt"])
+def test_evaluation_never_takes_untrained_weights(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A --ckpt_path that is no file is refused in one line."""
+    run = fit(tmp_path, "named", *SMALL)
+    assert main(["validate", *CPU, *SMALL, "--run", "named", "--ckpt_path", path]) == 2
+    assert not (run / "validate.json").exists()
+    assert f"--ckpt_path {path}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_shape_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evaluating a run under other model settings says so instead of listing tensors in a traceback."""
+    fit(tmp_path, "narrow", *SMALL)
+    assert main(["test", *CPU, *SMALL, "--model.width", "64", "--run", "narrow"]) == 2
+    assert "the checkpoint is of another model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "epochs"),
+    [([], 1), (["--trainer.max_steps", "5"], -1), (["--trainer.max_epochs", "3"], 3)],
+)
+def test_one_epoch_unless_told_otherwise(arguments: list[str], epochs: int) -> None:
+    """A module without limits trains one epoch; steps alone lift the epochs, as in Lightning."""
+    assert ProjectCLI(["fit", "--config", "configs/cpu.yaml", *BORING, *arguments]).trainer.max_epochs == epochs
+
+
+def test_what_users_bring_in_yaml_is_kept(tmp_path: Path) -> None:
+    """A strategy object, a progress bar and `logger: false` take effect beside what the project adds."""
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "trainer:\n  logger: false\n  strategy:\n    class_path: lightning.pytorch.strategies.SingleDeviceStrategy\n"
+        "    init_args:\n      device: cpu\n"
+        "  callbacks:\n  - class_path: lightning.pytorch.callbacks.TQDMProgressBar\n"
+    )
+    run = fit(tmp_path, "own", *SMALL, "--config", str(path))
+    assert not (run / "metrics.csv").exists()
+    assert (run / "DONE").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--trainer.limit_val_batches", "1.5"], "limit_val_batches"),
+        (["--trainer.max_steps", "-5"], "max_steps"),
+        (["--model.heads", "5"], "multiple of heads"),
+        (["--data.num_workers", "-1"], "num_workers is -1"),
+        (["--checkpoint.keep", "0"], "checkpoint.keep is 0"),
+        (["--run", "x" * 300], "no folder name"),
+        (["--ckpt_path", "nope.ckpt"], "no such file"),
+    ],
+)
+def test_a_wrong_value_is_one_line(
+    arguments: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Values that parse and cannot be are refused like typos: one line, exit code 2."""
+    assert main(["fit", *CPU, *SMALL, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert part in error.strip().splitlines()[-1]

@@ -3,8 +3,10 @@
 import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from src.batching import GlobalBatchSampler
+from src.callbacks.log_interval import row_is_due, write_row
 
 
 class GlobalBatch(Callback):
@@ -25,10 +27,7 @@ class GlobalBatch(Callback):
         self._sum, self._since = None, trainer.global_step
         torch.manual_seed(torch.initial_seed() + trainer.global_rank)
         if trainer.world_size > 1 and trainer.is_global_zero and not self._sampler(trainer):
-            print(
-                "note: the data comes from a plain DataLoader: Lightning shares it over the devices and repeats "
-                "samples to fill the last batch, in evaluation too; src.batching.GlobalBatchLoader counts each once"
-            )
+            print(_foreign_data_note(trainer.train_dataloader))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:  # noqa: D102
         weight = self._weight(trainer)
@@ -43,7 +42,7 @@ class GlobalBatch(Callback):
             # Lightning has divided it by the accumulation already.
             part = loss.detach().float().reshape(()) * self._weight(trainer)
             self._sum = part if self._sum is None else self._sum + part
-        if trainer.global_step > self._since and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if row_is_due(trainer, self._since):
             self._log(trainer, trainer.global_step - self._since)
             self._sum, self._since = None, trainer.global_step
 
@@ -54,8 +53,7 @@ class GlobalBatch(Callback):
         mean = trainer.strategy.reduce(self._sum / steps, reduce_op="mean")
         value = float(mean)  # the interval's one synchronisation with the device
         self.value = value
-        for logger in trainer.loggers:
-            logger.log_metrics({"train/loss": value}, step=trainer.global_step - 1)
+        write_row(trainer, {"train/loss": value})
 
     @staticmethod
     def _sampler(trainer: Trainer) -> GlobalBatchSampler | None:
@@ -67,3 +65,15 @@ class GlobalBatch(Callback):
         if sampler is None:
             return 1.0
         return sampler.weight(trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches)
+
+
+def _foreign_data_note(loader: object) -> str:
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return (
+            "note: the data is an IterableDataset: every rank reads the same stream unless the data set shares itself "
+            "out by torch.distributed.get_rank() and get_world_size()"
+        )
+    return (
+        "note: the data comes from a plain DataLoader: Lightning shares it over the devices and repeats samples to "
+        "fill the last batch, in evaluation too; src.batching.GlobalBatchLoader counts each once"
+    )

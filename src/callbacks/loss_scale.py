@@ -4,6 +4,8 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from src.callbacks.log_interval import row_is_due, write_row
+
 
 class LossScale(Callback):
     """Logs fp16/scale and fp16/skipped_steps (since the run began) where the precision has a loss scaler.
@@ -26,10 +28,8 @@ class LossScale(Callback):
             return
         self._skipped = self._skipped + (scale < self._before).float()
         self._before = None
-        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            values = {"fp16/scale": float(scale), "fp16/skipped_steps": float(self._skipped)}
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=trainer.global_step - 1)
+        if row_is_due(trainer, since=0):
+            write_row(trainer, {"fp16/scale": float(scale), "fp16/skipped_steps": float(self._skipped)})
 
     def state_dict(self) -> dict[str, float]:  # noqa: D102
         return {"skipped": float(self._skipped)}

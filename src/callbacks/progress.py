@@ -7,6 +7,7 @@ from lightning import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
 from src.callbacks.global_batch import GlobalBatch
+from src.callbacks.log_interval import row_is_due, steps_in_all
 from src.callbacks.throughput import Throughput
 
 LINE_EVERY = 10  # seconds between two lines where there is no terminal
@@ -23,7 +24,7 @@ class Progress(Callback):
         self._validation: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
-        self._total = trainer.estimated_stepping_batches
+        self._total = steps_in_all(trainer)
         self._first = self._shown = trainer.global_step
         self._start = time.monotonic()
         if trainer.is_global_zero and sys.stderr.isatty():
@@ -34,8 +35,7 @@ class Progress(Callback):
         if not trainer.is_global_zero:
             return
         # Passes of one step come several times under accumulation; a step is shown once.
-        new_step = trainer.global_step > self._shown
-        log_now = new_step and trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        log_now = row_is_due(trainer, self._shown)
         self._shown = trainer.global_step
         if self._bar is not None:
             self._bar.update(trainer.global_step - self._bar.n)
@@ -43,7 +43,7 @@ class Progress(Callback):
                 self._bar.set_postfix_str(self._numbers(), refresh=False)
         elif log_now and time.monotonic() - self._printed > LINE_EVERY:
             self._printed = time.monotonic()
-            print(f"step {trainer.global_step}/{self._total:.0f}  {self._numbers()}  {self._left(trainer)}", flush=True)
+            print(f"{self._step(trainer)}  {self._numbers()}  {self._left(trainer)}", flush=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         if trainer.sanity_checking or not trainer.is_global_zero:
@@ -52,7 +52,7 @@ class Progress(Callback):
         self._validation = metrics
         if metrics and self._bar is None:
             text = "  ".join(f"{key} {value:.4g}" for key, value in metrics.items())
-            print(f"step {trainer.global_step}/{self._total:.0f}  {text}", flush=True)
+            print(f"{self._step(trainer)}  {text}", flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._close()
@@ -76,6 +76,10 @@ class Progress(Callback):
         if values.get("perf/mfu", 0) >= 0.001:
             parts.append(f"MFU {values['perf/mfu']:.1%}")
         return "  ".join(parts)
+
+    def _step(self, trainer: Trainer) -> str:
+        total = "" if self._total == float("inf") else f"/{self._total:.0f}"
+        return f"step {trainer.global_step}{total}"
 
     def _left(self, trainer: Trainer) -> str:
         done = trainer.global_step - self._first

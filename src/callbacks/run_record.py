@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from src.callbacks.throughput import Throughput, peak_memory
+from src.checkpoint.save import SaveBest
 from src.errors import UserError
 from src.precision import refuse_mixed_cards
 from src.run import Run, describe_start
@@ -97,7 +97,7 @@ class RunRecord(Callback):
         if not trainer.is_global_zero:
             return
         self._written = time.monotonic()
-        best = next((call for call in trainer.callbacks if isinstance(call, ModelCheckpoint)), None)  # type: ignore[attr-defined]
+        best = next((call for call in trainer.callbacks if isinstance(call, SaveBest)), None)  # type: ignore[attr-defined]
         score = None if best is None or best.best_model_score is None else float(best.best_model_score)
         checkpoints = sorted((self.run.path / "checkpoints").glob("step=*.ckpt"))
         memory = self._speed.values.get("perf/peak_memory_gib", peak_memory(trainer.strategy.root_device))

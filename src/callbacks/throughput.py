@@ -10,6 +10,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from src.batching import GlobalBatchSampler
+from src.callbacks.log_interval import row_is_due, write_row
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s, from the vendor's data sheets. The longest name that fits counts.
 PEAK_FLOPS = {
@@ -96,7 +97,7 @@ class Throughput(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the step's own learning rate; when the batch ends the schedule has moved on."""
-        self._lr = float(optimizer.param_groups[0]["lr"])
+        self._lr = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else None
 
     def on_train_batch_end(  # noqa: D102
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -107,7 +108,7 @@ class Throughput(Callback):
         else:
             self._samples += count_samples(batch)
         idle = None
-        log_now = trainer.global_step > self._since and trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        log_now = row_is_due(trainer, self._since)
         if log_now and pl_module.device.type == "cuda":
             before = time.perf_counter()
             torch.cuda.synchronize(pl_module.device)
@@ -143,8 +144,7 @@ class Throughput(Callback):
         if self._lr is not None:
             values["lr"] = self._lr
         self.values = values
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step - 1)
+        write_row(trainer, values)
         self._say_data_bound(trainer, waited)
         self._clear(trainer.global_step)
 

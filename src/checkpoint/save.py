@@ -8,6 +8,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from src.callbacks.log_interval import steps_in_all
 from src.checkpoint.choose import score_inside
 from src.errors import UserError
 
@@ -46,7 +47,7 @@ class SaveNewest(Callback):
         self._saved_step, self._last_step = 0, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
-        self._saved_step, self._last_step = trainer.global_step, trainer.estimated_stepping_batches
+        self._saved_step, self._last_step = trainer.global_step, steps_in_all(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
         # The last step too is saved here: on_train_end comes after Lightning has counted the epoch as done.
@@ -59,8 +60,6 @@ class SaveNewest(Callback):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning's debugging connector
-            return
         # Collective: every rank takes part, whichever of them writes.
         trainer.save_checkpoint(self.folder / f"step={trainer.global_step:08d}.ckpt")
         self._saved_step = trainer.global_step

@@ -76,7 +76,7 @@ def test_training_without_an_end_promises_none(fit, monkeypatch, capsys):
     monkeypatch.setattr(progress, "LINE_EVERY", -1)
     fit(Stopping(), max_epochs=-1, limit_val_batches=0)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 1/inf  loss 1")
+    assert lines[0].startswith("step 1  loss 1")
     assert "left" not in "".join(lines)
 
 

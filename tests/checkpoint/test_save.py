@@ -70,12 +70,6 @@ def test_a_resumed_run_ends_like_one_that_was_never_stopped(tmp_path, fit):
     assert names(tmp_path) == ["step=00000017.ckpt", "step=00000020.ckpt"]
 
 
-def test_a_trial_saves_nothing(tmp_path, fit):
-    """fast_dev_run leaves no checkpoint."""
-    fit([SaveNewest(tmp_path, CheckpointSettings(every_n_steps=1))], fast_dev_run=2)
-    assert names(tmp_path) == []
-
-
 @pytest.mark.parametrize("when", [{"val_check_interval": 3}, {"limit_train_batches": 3}])
 @pytest.mark.parametrize(("mode", "best"), [("min", 6), ("max", 9)])
 def test_the_best_by_the_metric_is_kept(tmp_path, fit, mode, best, when):

@@ -109,12 +109,11 @@ def store(root: Path, files: list[Path], cache: Path) -> Path:
 
 
 class TextBytes(LightningDataModule):
-    """Bytes of text files for a next-byte model.
+    """Bytes of text files for a next-byte model, in windows of the model's context.
 
     Args:
         folder: any folder with text files; default: the standard library of the Python that runs this
         batch_size: samples per device and pass; the command line derives it from global_batch_size
-        context: bytes per sample; default: the model's
         num_workers: loader processes per rank; default: from this rank's share of the CPUs
         cache: where the arrays are kept; default: $XDG_CACHE_HOME or ~/.cache
 
@@ -124,13 +123,12 @@ class TextBytes(LightningDataModule):
         self,
         folder: str | None = None,
         batch_size: int = 16,
-        context: int | None = None,
         num_workers: int | None = None,
         cache: str | None = None,
     ) -> None:
         super().__init__()
         self.folder = None if folder is None else Path(folder)
-        self.batch_size, self.context, self.num_workers = batch_size, context, num_workers
+        self.batch_size, self.num_workers = batch_size, num_workers
         self.cache = Path(cache or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "language-data"
 
     def prepare_data(self) -> None:
@@ -140,10 +138,7 @@ class TextBytes(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Map the arrays."""
         assert self.trainer is not None
-        longest = cast(GPT, self.trainer.lightning_module.model).context
-        context = self.context or longest
-        if context > longest:
-            raise UserError(f"data.context {context} is longer than the model's: set --model.context {context} too")
+        context = cast(GPT, self.trainer.lightning_module.model).context
         folder = store(*text_files(self.folder), self.cache)
         self.train_set, self.val_set, self.test_set = (Windows(folder / f"{split}.bin", context) for split in SPLITS)
 

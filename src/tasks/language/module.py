@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from src.errors import UserError
 from src.models.gpt import GPT
 
 
@@ -42,19 +43,28 @@ class LanguageModule(LightningModule):
         sample_bytes: int = 400,
     ) -> None:
         super().__init__()
+        if width % heads or context < 1 or not 0 <= dropout < 1:
+            raise UserError(
+                f"model: width {width} must be a multiple of heads {heads}, context {context} at least 1, "
+                f"dropout {dropout} from 0 to below 1"
+            )
         self.model = GPT(256, width, depth, heads, context, dropout)
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.prompt, self.sample_bytes = prompt, sample_bytes
         self.tokens_per_sample = context  # for tokens/s
         self.flops_per_sample = context * self.model.flops_per_token()  # for MFU
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """(B, T + 1) bytes -> mean loss in nats per byte; the command line's callbacks log it as train/loss."""
+    def _loss(self, batch: Tensor) -> Tensor:
+        """(B, T + 1) bytes -> mean loss in nats per byte."""
         tokens = batch.long()  # bytes travel to the device, indices are made there
         return self.model.loss(self.model.features(tokens[:, :-1]), tokens[:, 1:])
 
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The loss; the command line's callbacks log it as train/loss."""
+        return self._loss(batch)
+
     def _evaluate(self, batch: Tensor, split: str) -> None:
-        loss = self.training_step(batch, 0)
+        loss = self._loss(batch)
         # bits per byte: 8 for a model that knows nothing
         metrics = {f"{split}/loss": loss, f"{split}/bpb": loss / math.log(2)}
         self.log_dict(metrics, batch_size=batch.shape[0], on_epoch=True, sync_dist=True)
