@@ -67,9 +67,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Two epochs over 27 samples on two ranks, 7 for validation: the run directory and what each rank saw."""
+    """Two epochs over 27 samples on two ranks, 7 for validation: the run directory and what each rank saw.
+
+    The module has a branch that no step uses, which `ddp_find_unused` allows.
+    """
     root = tmp_path_factory.mktemp("probed")
-    train(root / "runs", "fit", *PROBE, *MANY, *TWO, "--data.size", "27", PROBE_FOLDER=str(root))
+    unused = ["--model.unused", "true", "--trainer.strategy", "ddp_find_unused"]
+    train(root / "runs", "fit", *PROBE, *MANY, *TWO, *unused, "--data.size", "27", PROBE_FOLDER=str(root))
     return only_run(root / "runs"), [read_json(path) for path in sorted(root.glob("probe-*.json"))]
 
 
@@ -147,18 +151,16 @@ def test_evaluation_counts_no_sample_twice(probed: tuple[Path, list[dict[str, An
 def test_predictions_of_two_ranks_come_in_the_data_sets_order(probed: tuple[Path, list[dict[str, Any]]]) -> None:
     """`predict` leaves one file with every sample once, in order, that loads without pickle."""
     run, _ = probed
-    train(run.parent, "predict", *PROBE, *TWO, "--data.size", "27")
+    train(run.parent, "predict", *PROBE, *TWO, "--run", run.name, "--model.unused", "true")
     batches = torch.load(run / "predictions.pt", weights_only=True)
     assert torch.cat(batches).flatten().tolist() == list(range(7))
 
 
 def test_an_unused_branch_needs_the_named_strategy(tmp_path: Path) -> None:
-    """Plain ddp fails and the message names ddp_find_unused; with it the same model trains."""
-    arguments = ["fit", *PROBE, *MANY, *TWO, "--model.unused", "true"]
-    failed = train(tmp_path / "a", *arguments, check=False, PROBE_FOLDER=str(tmp_path))
+    """Plain ddp fails on a module that trains under ddp_find_unused (`probed`), and the message names that."""
+    failed = train(tmp_path, "fit", *PROBE, *MANY, *TWO, "--model.unused", "true", check=False)
     assert failed.returncode == 1
     assert "--trainer.strategy ddp_find_unused" in failed.stderr
-    train(tmp_path / "b", *arguments, "--trainer.strategy", "ddp_find_unused", PROBE_FOLDER=str(tmp_path))
 
 
 def test_one_broken_rank_ends_all_and_the_summary_says_so(tmp_path: Path) -> None:
