@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning import Trainer
 
-from src.errors import UserError
+from src.errors import AgreedError, UserError
 from src.run import Run
 
 DECISION = "LIGHTNING_RUN_DECISION"  # how the processes that Lightning starts learn it
@@ -21,7 +21,7 @@ def agree(trainer: Trainer, decide: Callable[[], Run]) -> Run:
     Where Lightning starts the other processes later, they inherit the decision through the environment.
 
     Raises:
-        UserError: on every rank, where rank 0's `decide` raised it.
+        AgreedError: on every rank, where rank 0's `decide` raised it.
 
     """
     strategy: Any = trainer.strategy
@@ -42,5 +42,5 @@ def agree(trainer: Trainer, decide: Callable[[], Run]) -> Run:
             answer = {"refused": str(error)}
     answer = strategy.broadcast(answer)
     if "refused" in answer:
-        raise UserError(answer["refused"])
+        raise AgreedError(answer["refused"])
     return Run(**answer)

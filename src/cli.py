@@ -35,7 +35,7 @@ from src.callbacks.termination import EXIT_TERMINATED, Termination
 from src.callbacks.throughput import Throughput
 from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
 from src.command_line import config_files, explain, with_defaults
-from src.errors import UserError, from_settings, hint
+from src.errors import AgreedError, UserError, from_settings, hint
 from src.metrics_csv import MetricsCSV
 from src.resolution import class_name, resolve
 from src.run import Run, find_run, open_run, release, write_text
@@ -71,6 +71,8 @@ def _run(cli: "ProjectCLI") -> int:
     """The subcommand, with every way it can end as an exit code."""
     try:
         cli.run_subcommand()
+    except AgreedError as error:
+        return _complain(str(error)) if cli.trainer.is_global_zero else EXIT_USER
     except UserError as error:
         return _complain(str(error))
     except SystemExit as stop:

@@ -46,6 +46,8 @@ def with_defaults(argv: list[str]) -> list[str]:
         task = config.get("task", task)
     for value in _values(argv, ("--task",)):
         task = value
+    if names_model and any(_values(argv, ("--task",))):
+        raise UserError(f"--task {task} chooses a model and the command names another one: leave one of them out")
     first = ["--config", str(CONFIGS / "defaults.yaml")]
     if not names_model:
         first += ["--config", str(_task_file(task))]

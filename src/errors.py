@@ -13,6 +13,10 @@ class UserError(Exception):
     """Bad input or a machine that does not fit it. The text says what it got, what is allowed, what to do."""
 
 
+class AgreedError(UserError):
+    """A UserError that every rank raises alike; rank 0 says it for all."""
+
+
 def from_settings(error: Exception) -> bool:
     """Whether Lightning refused a setting by itself: its own complaint, with nobody's module on the way to it.
 

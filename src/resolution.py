@@ -43,7 +43,8 @@ def resolve(config: Namespace, files: list[str]) -> Resolution:
     if cards and precision.value == "32-true":
         # fp32 matrix products on TF32 units; without this they do not use tensor cores at all.
         torch.set_float32_matmul_precision("high")
-    notes = [note for note in (batch_note, other_card_note(files, cards), precision.warning) if note]
+    root = "trainer.default_root_dir has no effect: runs go to $RUN_ROOT" if trainer.default_root_dir else None
+    notes = [note for note in (batch_note, other_card_note(files, cards), precision.warning, root) if note]
     return Resolution(shape, environment, precision, strategy, plan, notes)
 
 

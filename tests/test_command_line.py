@@ -42,6 +42,7 @@ def in_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (["--run", "../elsewhere"], ["'../elsewhere'", "no folder name"]),
         (["--data.folder", "no/such/folder"], ["data.folder", "is no folder"]),
         (["--compile", "true", "--model", "lightning.pytorch.demos.boring_classes.BoringModel"], ["BLOCKS"]),
+        (["--task", "vision", "--model", "a.B"], ["--task vision", "leave one of them out"]),
         (["stray"], ["'stray' belongs to no option"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and value[0].startswith("--") else None,

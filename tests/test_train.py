@@ -328,15 +328,17 @@ def test_one_epoch_unless_told_otherwise(arguments: list[str], epochs: int) -> N
     assert ProjectCLI(["fit", "--config", "configs/cpu.yaml", *BORING, *arguments]).trainer.max_epochs == epochs
 
 
-def test_what_users_bring_in_yaml_is_kept(tmp_path: Path) -> None:
-    """A strategy object, a progress bar and `logger: false` take effect beside what the project adds."""
+def test_what_users_bring_in_yaml_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A strategy object, a progress bar and `logger: false` take effect; a setting that cannot is named."""
     path = tmp_path / "own.yaml"
     path.write_text(
-        "trainer:\n  logger: false\n  strategy:\n    class_path: lightning.pytorch.strategies.SingleDeviceStrategy\n"
+        "trainer:\n  logger: false\n  default_root_dir: elsewhere\n"
+        "  strategy:\n    class_path: lightning.pytorch.strategies.SingleDeviceStrategy\n"
         "    init_args:\n      device: cpu\n"
         "  callbacks:\n  - class_path: lightning.pytorch.callbacks.TQDMProgressBar\n"
     )
     run = fit(tmp_path, "own", *SMALL, "--config", str(path))
+    assert "default_root_dir has no effect" in capsys.readouterr().out
     assert not (run / "metrics.csv").exists()
     assert (run / "DONE").exists()
 

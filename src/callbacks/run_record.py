@@ -8,7 +8,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from src.callbacks.throughput import Throughput, peak_memory
 from src.checkpoint.save import SaveBest
-from src.errors import UserError
+from src.errors import AgreedError
 from src.precision import refuse_mixed_cards
 from src.run import Run, describe_start
 
@@ -47,7 +47,7 @@ class RunRecord(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Every rank is here: are they as many as asked, and of one kind?"""
         if trainer.world_size != self.world_size:
-            raise UserError(
+            raise AgreedError(
                 f"{self.world_size} processes asked for, {trainer.world_size} started: check --ntasks-per-node "
                 "and that the command runs under srun"
             )
