@@ -280,7 +280,8 @@ def stop_workers(loaders: Any) -> None:
     """End the worker processes of `loaders` (one, a list or a dictionary of loaders) now.
 
     PyTorch registers, for persistent workers with pinned memory, an exit handler that waits 5 seconds for each worker
-    without telling it to stop: with 8 workers for training and 8 for validation a finished job held its GPUs for 80 s.
+    without telling it to stop: a finished job on an H100, 8 workers for training and 8 for validation, was still there
+    20 s later, when a time limit ended it; stopped here, it leaves at once.
     """
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
