@@ -1,7 +1,7 @@
 """The entry point, to be read top to bottom.
 
     python -m src.cli fit --config configs/a100_n1_gpu4.yaml
-    python -m src.cli test --config configs/tasks/vision.yaml --config configs/cpu.yaml
+    python -m src.cli test --config configs/cpu.yaml --run NAME
 
 `configs/defaults.yaml` comes first, then the task, then every --config in order, then the options of the command line.
 """
@@ -147,7 +147,7 @@ class ProjectCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The settings beside trainer, model and data."""
         parser.add_argument(
-            "--task", type=str, default="language", help="configs/tasks/<task>.yaml, if no model is named"
+            "--task", type=str | None, default=None, help="configs/tasks/<task>.yaml, if no model is named"
         )
         parser.add_argument(
             "--run", type=str | None, default=None, help="name of the run; an existing one is continued"

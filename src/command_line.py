@@ -15,6 +15,7 @@ from src.errors import UserError
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+PROJECT_KEYS = ("task", "cluster", "account", "partition")  # of project.yaml; the last three are slurm/cluster.py's
 # Lines of jsonargparse's messages that repeat what it got or list what every optional type may also be.
 NOISE = re.compile(
     r"Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but|^$"
@@ -35,7 +36,7 @@ def with_defaults(argv: list[str]) -> list[str]:
     if argv[0] not in SUBCOMMANDS:
         near = _nearest(argv[0], SUBCOMMANDS)
         raise UserError(f"{argv[0]!r} is no subcommand{near}; start with one of {', '.join(SUBCOMMANDS)}")
-    task = "language"
+    task = None
     names_model = any(
         arg in ("--model", "--model.class_path") or arg.startswith(("--model=", "--model.class_path=")) for arg in argv
     )
@@ -50,16 +51,40 @@ def with_defaults(argv: list[str]) -> list[str]:
         raise UserError(f"--task {task} chooses a model and the command names another one: leave one of them out")
     first = ["--config", str(CONFIGS / "defaults.yaml")]
     if not names_model:
-        first += ["--config", str(_task_file(task))]
+        task = task or project_task()
+        first += ["--config", str(_task_file(task)), "--task", task]
     return [argv[0], *first, *argv[1:]]
+
+
+def project_task() -> str:
+    """The task that project.yaml names.
+
+    Raises:
+        UserError: it names none, or holds a key that nothing reads.
+
+    """
+    path = CONFIGS.parent / "project.yaml"
+    project = read_config(str(path)) if path.exists() else {}
+    for key in project.keys() - set(PROJECT_KEYS):
+        raise UserError(f"project.yaml: unknown key {key}{_nearest(str(key), PROJECT_KEYS)}")
+    if not project.get("task"):
+        raise UserError(f"no model and no task: --task NAME, or `task:` in project.yaml; {_tasks_there()}")
+    return str(project["task"])
 
 
 def _task_file(task: str) -> Path:
     path = CONFIGS / "tasks" / f"{task}.yaml"
     if not path.exists():
-        names = [file.stem for file in sorted(path.parent.glob("*.yaml"))]
-        raise UserError(f"task {task!r} is unknown{_nearest(str(task), names)}; configs/tasks has {', '.join(names)}")
+        names = [file.stem for file in path.parent.glob("*.yaml")]
+        raise UserError(
+            f"task {task!r} is unknown{_nearest(str(task), names)}; {_tasks_there()} (--task, or `task:` in project.yaml)"
+        )
     return path
+
+
+def _tasks_there() -> str:
+    names = [file.stem for file in sorted((CONFIGS / "tasks").glob("*.yaml"))]
+    return f"configs/tasks has {', '.join(names) or 'none'}"
 
 
 def config_files(argv: list[str]) -> list[str]:

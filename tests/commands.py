@@ -1,4 +1,4 @@
-"""Starting the real command as a user would, on models small enough for a test."""
+"""Starting the real command as a user would, on a task small enough for a test, and reading what it leaves."""
 
 import csv
 import json
@@ -8,15 +8,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from src.cli import main
+
 ROOT = Path(__file__).resolve().parent.parent
 CPU = ["--config", "configs/cpu.yaml"]
 TWO = ["--config", "configs/cpu_n1_proc2.yaml"]
-# The default task in two seconds: a model of 0.04 M parameters on the real text.
-SMALL = [
-    *("--model.width", "32", "--model.depth", "2", "--model.context", "32", "--model.sample_bytes", "0"),
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+BORING = ["--model", "lightning.pytorch.demos.boring_classes.BoringModel"]
+PROBE = ["--model", "tests.distributed.probe.Probe", "--data", "tests.distributed.probe.NumbersData"]
+TASK = [
+    *("--model", "tests.small_task.SmallModule", "--data", "tests.small_task.SmallData"),
+    *("--global_batch_size", "8", "--checkpoint.monitor", "val/accuracy", "--checkpoint.mode", "max"),
+]
+# Four steps with two validations, of any task.
+STEPS = [
     *("--trainer.max_steps", "4", "--trainer.limit_val_batches", "2", "--trainer.val_check_interval", "2"),
     *("--trainer.log_every_n_steps", "1", "--trainer.num_sanity_val_steps", "0"),
+    *("--trainer.gradient_clip_val", "1.0"),
 ]
+SMALL = [*TASK, *STEPS]
 # What a surrounding job or launcher would hand down.
 LAUNCHERS = (
     "SLURM_",
@@ -26,6 +38,7 @@ LAUNCHERS = (
     "LOCAL_",
     "WORLD_SIZE",
     "GROUP_",
+    "ROLE_",
     "NODE_RANK",
     "LIGHTNING_RUN",
 )
@@ -50,6 +63,12 @@ def train(
     return done
 
 
+def fit(run_root: Path, name: str, *arguments: str) -> Path:
+    """Train on one CPU in this process, which stands in the project's folder; returns the run directory."""
+    assert main(["fit", *CPU, *arguments, "--run", name]) == 0
+    return run_root / name
+
+
 def rows(run: Path) -> list[dict[str, str]]:
     """metrics.csv of a run directory."""
     with (run / "metrics.csv").open(newline="") as file:
@@ -59,6 +78,12 @@ def rows(run: Path) -> list[dict[str, str]]:
 def losses(run: Path) -> list[float]:
     """The train/loss column."""
     return [float(row["train/loss"]) for row in rows(run) if row["train/loss"]]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """The newest checkpoint's weights."""
+    newest = sorted(run.glob("checkpoints/step=*.ckpt"))[-1]
+    return torch.load(newest, weights_only=True, map_location="cpu")["state_dict"]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.commands import LAUNCHERS, ROOT
 from tests.tiny import Rows
-
-LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "NODE_RANK")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -13,6 +13,7 @@ def pytest_configure(config: pytest.Config) -> None:
     unused = ("GPU available but not used", "The `srun` command is available", "You defined a `validation_step` but")
     for message in unused:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # as the command does; of calls that Lightning makes
     torch.set_num_threads(1)  # models this small only lose time on more
 
 
@@ -22,6 +23,14 @@ def _outside_of_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(LAUNCHERS) or name in ("RUN_ROOT", "PL_GLOBAL_SEED"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def run_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Stand in the project's folder with an empty run root, which is returned."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
+    return tmp_path / "runs"
 
 
 @pytest.fixture

@@ -1,22 +1,36 @@
 """What a user gets for a typo: one line that names the key, exit code 2, nothing written."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from src.cli import main
+from src import command_line
+from src.cli import ProjectCLI, main
 from src.command_line import CONFIGS, with_defaults
 from src.errors import UserError
 
 FIT = ["fit", "--config", "configs/cpu.yaml"]
+TASKS = {
+    "letters": "model: tests.small_task.SmallModule\ndata: tests.small_task.SmallData\nglobal_batch_size: 8\n",
+    "boring": "model: lightning.pytorch.demos.boring_classes.BoringModel\n",
+}
 
 
 @pytest.fixture
-def in_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Stand in the project's folder with an empty run root; returns the run root."""
-    monkeypatch.chdir(CONFIGS.parent)
-    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
-    return tmp_path / "runs"
+def project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Stand in a project with two tasks of its own; returns its folder."""
+    root = tmp_path / "project"
+    (root / "configs/tasks").mkdir(parents=True)
+    for name in ("defaults", "cpu"):
+        shutil.copy(CONFIGS / f"{name}.yaml", root / "configs")
+    for name, text in TASKS.items():
+        (root / f"configs/tasks/{name}.yaml").write_text(text)
+    (root / "project.yaml").write_text("task: letters\n")
+    monkeypatch.setattr(command_line, "CONFIGS", root / "configs")
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("RUN_ROOT", str(root / "runs"))
+    return root
 
 
 @pytest.mark.parametrize(
@@ -29,26 +43,25 @@ def in_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (["--data.batchsize", "1"], ["data.init_args.batchsize", "data.init_args.batch_size"]),
         (["--trainer.max_steps", "many"], ["trainer.max_steps", "expected int, got many"]),
         (["--model.lr", "fast"], ["model.lr", "expected float, got fast"]),
-        (["--model", "src.tasks.language.Nope"], ["src.tasks.language.Nope", "no attribute 'Nope'"]),
+        (["--model", "tests.small_task.Nope"], ["tests.small_task.Nope", "no attribute 'Nope'"]),
         (["--config", "configs/cpu.yml"], ["configs/cpu.yml", "no such file", "configs/cpu.yaml"]),
-        (["--task", "visoin"], ["visoin", "did you mean vision?", "language, vision"]),
+        (["--task", "leters"], ["leters", "did you mean letters?", "boring, letters"]),
         (["--trainer.strategy", "dpp"], ["dpp", "ddp_find_unused"]),
         (["--trainer.precision", "bf17"], ["bf17", "bf16-mixed"]),
         (["--trainer.precision", "16-mixed"], ["needs a GPU", "32-true or bf16-mixed"]),
         (["--trainer.devices", "none"], ["trainer.devices 'none'"]),
         (["--trainer.accelerator", "tpu"], ["trainer.accelerator 'tpu'", "auto, cpu or gpu"]),
         (["--global_batch_size", "7", "--micro_batch_size", "2"], ["--global_batch_size 6 or 8"]),
-        (["--micro_batch_size", "2", "--data.batch_size", "4"], ["contradicts"]),
+        (["--micro_batch_size", "2", "--data.batch_size", "3"], ["contradicts"]),
         (["--run", "../elsewhere"], ["'../elsewhere'", "no folder name"]),
-        (["--data.folder", "no/such/folder"], ["data.folder", "is no folder"]),
         (["--compile", "true", "--model", "lightning.pytorch.demos.boring_classes.BoringModel"], ["BLOCKS"]),
-        (["--task", "vision", "--model", "a.B"], ["--task vision", "leave one of them out"]),
+        (["--task", "boring", "--model", "a.B"], ["--task boring", "leave one of them out"]),
         (["stray"], ["'stray' belongs to no option"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and value[0].startswith("--") else None,
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: list[str], parts: list[str], in_project: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], parts: list[str], project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The line names the key or value and what is allowed; there is no traceback."""
     assert main([*FIT, *arguments]) == 2
@@ -58,10 +71,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert part in error
 
 
-def test_bad_input_leaves_no_run_behind(in_project: Path) -> None:
+def test_bad_input_leaves_no_run_behind(project: Path) -> None:
     """A run that never began has no folder."""
     assert main([*FIT, "--trainer.max_epoch", "3"]) == 2
-    assert not in_project.exists()
+    assert not (project / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +88,7 @@ def test_bad_input_leaves_no_run_behind(in_project: Path) -> None:
     ],
 )
 def test_an_error_in_a_file_names_the_file(
-    content: str, parts: list[str], in_project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, parts: list[str], project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Key, nearest name and file stand in one line."""
     path = tmp_path / "bad.yaml"
@@ -93,12 +106,61 @@ def test_the_subcommand_comes_first(argv: list[str], near: str) -> None:
         with_defaults(argv)
 
 
-def test_the_default_task_is_loaded_where_no_model_is_named() -> None:
-    """Defaults come first, then the task, then the user's files; a named model replaces the task."""
-    files = [arg for arg in with_defaults(["fit", "--config", str(CONFIGS / "cpu.yaml")]) if arg.endswith(".yaml")]
-    assert [Path(file).name for file in files] == ["defaults.yaml", "language.yaml", "cpu.yaml"]
-    vision = ["fit", "--config", str(CONFIGS / "tasks/vision.yaml")]
-    assert not any("language" in arg for arg in with_defaults(vision))
-    assert not any("language" in arg for arg in with_defaults(["fit", "--model", "a.B"]))
-    assert any("language" in arg for arg in with_defaults(["fit", "--model.lr", "1"]))
-    assert any("vision" in arg for arg in with_defaults(["fit", "--task=vision"]))
+def tasks(*argv: str) -> list[str]:
+    """The task files that a command line loads, after defaults.yaml and before any other file."""
+    files = [Path(arg) for arg in with_defaults(["fit", *argv]) if arg.endswith(".yaml")]
+    assert files[0].name == "defaults.yaml"
+    return [file.stem for file in files[1:2] if file.parent.name == "tasks"]
+
+
+def test_the_projects_task_is_trained_where_no_other_is_named(project: Path) -> None:
+    """project.yaml's task comes after the defaults and before the user's files; anything that names a model wins."""
+    assert tasks("--config", "configs/cpu.yaml") == ["letters"]
+    assert tasks("--model.lr", "1") == ["letters"]
+    assert tasks("--task=boring") == ["boring"]
+    assert tasks("--config", "configs/tasks/boring.yaml") == ["boring"]
+    assert tasks("--model", "a.B") == []
+    (project / "own.yaml").write_text("task: boring\n")
+    assert tasks("--config", "own.yaml") == ["boring"]
+    (project / "project.yaml").write_text("task: boring\ncluster: local\naccount: ''\n")
+    assert tasks() == ["boring"]
+
+
+def test_a_run_remembers_the_task_that_it_trained(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The printed configuration names the chosen task, so that it means the same when project.yaml has changed."""
+    with pytest.raises(SystemExit):
+        ProjectCLI(["fit", "--task", "boring", "--print_config"])
+    assert "task: boring\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        ProjectCLI(["fit", "--print_config"])
+    assert "task: letters\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("tsak: letters\n", "project.yaml: unknown key tsak (did you mean task?)"),
+        ("task:\n", "no model and no task: --task NAME, or `task:` in project.yaml; configs/tasks has boring, letters"),
+        ("task: speech\n", "task 'speech' is unknown; configs/tasks has boring, letters"),
+        ("- task\n", "expected `key: value` lines"),
+        (None, "no model and no task"),
+    ],
+)
+def test_a_project_file_that_names_no_task_says_so(
+    text: str | None, part: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says what is wrong and which tasks there are; nothing is trained instead."""
+    (project / "project.yaml").unlink()
+    if text is not None:
+        (project / "project.yaml").write_text(text)
+    assert main(FIT) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert part in line
+
+
+def test_without_examples_a_model_must_be_named(project: Path) -> None:
+    """All tasks may be deleted: a command without a model says that there is none, one with a model goes on."""
+    shutil.rmtree(project / "configs/tasks")
+    with pytest.raises(UserError, match="configs/tasks has none"):
+        with_defaults(FIT)
+    assert tasks("--model", "a.B") == []

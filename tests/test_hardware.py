@@ -167,7 +167,7 @@ def test_another_card_than_the_files_name_is_noted():
     assert other_card_note(["configs/h100_n1_gpu1.yaml"], h100) is None
     assert other_card_note(["configs/presets/prod.yaml"], h100) is None
     assert other_card_note(["configs/a100_n1_gpu1.yaml", "configs/cpu.yaml"], []) is None
-    assert shape_label("configs/tasks/vision.yaml") is None
+    assert shape_label("configs/tasks/mine.yaml") is None
 
 
 def test_the_cards_are_those_that_the_run_uses(machine, monkeypatch):

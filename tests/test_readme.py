@@ -9,34 +9,37 @@ import pytest
 
 from src.cli import ProjectCLI
 
+DEMOS = "lightning.pytorch.demos"
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
+TEXT = README[README.index("\n    ") :]  # above the first command stand the project's own words
 COMMANDS = sorted(set(re.findall(r"python -m src\.cli ([^#`\n]*)", TEXT)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each `python -m src.cli …` names files that exist and settings that the parser knows."""
+    """Each `python -m src.cli …` names files that exist and settings that the parser knows, whatever the task."""
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as done:
-        ProjectCLI([*shlex.split(command), "--print_config"])
+        ProjectCLI([*shlex.split(command), "--model", f"{DEMOS}.boring_classes.BoringModel", "--print_config"])
     assert done.value.code == 0
 
 
 def test_every_make_target_exists() -> None:
     """`make <target>` as the README writes it is a target of the Makefile."""
-    targets = set(re.findall(r"make (\w+)", TEXT))
-    assert targets == {"train", "test", "lint"}
+    targets = set(re.findall(r"(?:`|    |; )make (\w+)", TEXT))
+    assert targets >= {"train", "test", "lint"}
     for target in targets:
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
 
 
 def test_every_path_exists() -> None:
     """Files and folders that the README names are there."""
-    for path in re.findall(r"`?((?:configs|src|tests)/[\w/.]*)", TEXT):
+    examples = {"configs/tasks/", "tests/tasks/"}  # all of them may have been deleted
+    for path in set(re.findall(r"(?:configs|src|slurm|tests)/[\w/.]*", TEXT)) - examples:
         assert (ROOT / path).exists(), path
 
 
 def test_it_is_one_screen() -> None:
     """Readers stop at the second screen."""
-    assert len(TEXT.splitlines()) <= 80
+    assert len(README.splitlines()) <= 80

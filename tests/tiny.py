@@ -72,9 +72,16 @@ def quiet_trainer(*, callbacks: list[Any] | None = None, **settings: Any) -> Tra
     return trainer
 
 
-def loader(trainer: Trainer, data: Tensor | Dataset, micro_batch_size: int, *, train: bool) -> GlobalBatchLoader:
+def loader(
+    trainer: Trainer | None,
+    data: Tensor | Dataset,
+    micro_batch_size: int,
+    *,
+    train: bool,
+    num_workers: int | None = None,
+) -> GlobalBatchLoader:
     """The data, or the rows of a tensor, in global batches."""
-    return GlobalBatchLoader(cast(Dataset, data), micro_batch_size, trainer, train=train)
+    return GlobalBatchLoader(cast(Dataset, data), micro_batch_size, trainer, train=train, num_workers=num_workers)
 
 
 def loaders(

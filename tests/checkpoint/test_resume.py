@@ -1,10 +1,6 @@
-from typing import cast
-
 import pytest
 import torch
-from torch.utils.data import Dataset
 
-from src.batching import GlobalBatchLoader
 from src.checkpoint.save import CheckpointSettings, SaveNewest
 from tests.tiny import Line, loader, quiet_trainer
 
@@ -33,7 +29,7 @@ def test_a_resumed_run_sees_the_samples_that_were_to_come(tmp_path, stop, ended,
     def fit(steps, every, resume=None):
         module, saver = Seeing(), SaveNewest(tmp_path, CheckpointSettings(every_n_steps=every, keep=99))
         trainer = quiet_trainer(callbacks=[saver], max_steps=steps)
-        data = GlobalBatchLoader(cast(Dataset, DATA), 4, trainer, train=True, num_workers=workers)
+        data = loader(trainer, DATA, 4, train=True, num_workers=workers)
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)
         return module.seen
 

@@ -6,40 +6,20 @@ import os
 from pathlib import Path
 
 import torch
-from lightning import LightningDataModule, LightningModule
+from lightning import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from src.batching import GlobalBatchLoader
-
-
-class Numbers(Dataset):
-    """Sample i is the number i."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([float(index)])
+from tests.small_task import SmallData
 
 
-class NumbersData(LightningDataModule):
-    """`size` numbers to train on, `val_size` to evaluate on."""
+class NumbersData(SmallData):
+    """`size` numbers to train on, `val_size` to evaluate on: sample i is the number i."""
 
     def __init__(self, size: int = 24, val_size: int = 7, batch_size: int = 4) -> None:
-        super().__init__()
-        self.size, self.val_size, self.batch_size = size, val_size, batch_size
+        super().__init__(size, val_size, batch_size)
 
-    def train_dataloader(self) -> GlobalBatchLoader:
-        return GlobalBatchLoader(Numbers(self.size), self.batch_size, self.trainer, train=True)
-
-    def val_dataloader(self) -> GlobalBatchLoader:
-        return GlobalBatchLoader(Numbers(self.val_size), self.batch_size, self.trainer, train=False)
-
-    predict_dataloader = val_dataloader
+    def samples(self, count: int, seed: int) -> Tensor:
+        return torch.arange(float(count))[:, None]
 
 
 class Probe(LightningModule):

@@ -11,12 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from src.tasks.language import LanguageModule
-from tests.commands import CPU, ROOT, SMALL, TWO, environment, losses, only_run, read_json, rows, train
+from tests.commands import (
+    CPU,
+    PROBE,
+    ROOT,
+    SMALL,
+    TORCHRUN,
+    TWO,
+    environment,
+    losses,
+    only_run,
+    read_json,
+    rows,
+    train,
+    weights,
+)
+from tests.small_task import SmallModule
 
-PROBE = ["--model", "tests.distributed.probe.Probe", "--data", "tests.distributed.probe.NumbersData"]
 MANY = ["--trainer.max_epochs", "2", "--global_batch_size", "8", "--trainer.num_sanity_val_steps", "0"]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 
 
 def srun(run_root: Path, nodes: int, per_node: int, *arguments: str) -> list[subprocess.Popen[str]]:
@@ -51,7 +63,7 @@ def srun(run_root: Path, nodes: int, per_node: int, *arguments: str) -> list[sub
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The loss curve of the small default task on one process."""
+    """The loss curve of the small task on one process."""
     root = tmp_path_factory.mktemp("single")
     train(root, "fit", *CPU, *SMALL)
     return losses(only_run(root))
@@ -80,6 +92,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 def test_plain_python_starts_both_and_gives_the_curve_of_one(plain: tuple[Path, str], single: list[float]) -> None:
     """Two processes train as one does, and the start block says how the global batch is spread."""
     run, output = plain
+    assert len(single) == 4
     assert losses(run) == pytest.approx(single, abs=1e-5)
     assert output.count("world size 2") == 1
     assert "8 = 4 micro × 1 accumulation × 2 devices" in output
@@ -95,9 +108,7 @@ def test_only_rank_0_writes(plain: tuple[Path, str]) -> None:
 
 def test_a_checkpoint_of_two_ranks_loads_into_a_bare_model(plain: tuple[Path, str]) -> None:
     """Keys carry no `module.` prefix and load strictly on one process."""
-    (path,) = plain[0].glob("checkpoints/step=*.ckpt")
-    state = torch.load(path, weights_only=True)["state_dict"]
-    LanguageModule(width=32, depth=2, context=32).load_state_dict(state, strict=True)
+    SmallModule().load_state_dict(weights(plain[0]), strict=True)
 
 
 def test_torchrun_gives_the_curve_of_one(tmp_path: Path, single: list[float]) -> None:

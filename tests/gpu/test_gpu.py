@@ -5,20 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.commands import SMALL, losses, only_run, read_json, rows, train
+from src.callbacks.throughput import peak_flops
+from tests.commands import SMALL, TASK, TORCHRUN, losses, only_run, read_json, rows, train, weights
+from tests.small_task import SmallModule
 
 pytestmark = pytest.mark.gpu
 ONE, TWO = (["--config", f"configs/h100_n1_gpu{count}.yaml"] for count in (1, 2))
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return torch.load(next(run.glob("checkpoints/step=*.ckpt")), weights_only=True, map_location="cpu")["state_dict"]
-
-
 def test_one_gpu_trains_in_bf16_without_a_process_group(tmp_path: Path) -> None:
-    """`devices: 1` resolves precision to bf16-mixed by compute capability, has no scaler and one plain device."""
+    """`devices: 1` is one plain device in bf16-mixed, by compute capability, without a scaler and with an MFU."""
     done = train(tmp_path, "fit", *ONE, *SMALL)
     manifest = read_json(only_run(tmp_path) / "manifest.json")
     assert manifest["precision"] == "bf16-mixed"
@@ -27,7 +24,11 @@ def test_one_gpu_trains_in_bf16_without_a_process_group(tmp_path: Path) -> None:
     assert "bf16-mixed (" in done.stdout
     state = torch.load(next(only_run(tmp_path).glob("checkpoints/step=*.ckpt")), weights_only=True)
     assert "MixedPrecision" not in state
-    assert float(rows(only_run(tmp_path))[-1]["perf/peak_memory_gib"]) > 0
+    row = rows(only_run(tmp_path))[-1]
+    assert float(row["perf/peak_memory_gib"]) > 0
+    if peak := peak_flops(torch.cuda.get_device_name()):
+        work = float(row["perf/samples_per_sec"]) * SmallModule().flops_per_sample
+        assert float(row["perf/mfu"]) == pytest.approx(work / peak)
 
 
 def test_fp16_has_a_scaler_whose_state_and_skips_are_kept(tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_the_cards_name_is_only_a_label(tmp_path: Path) -> None:
 
 def test_more_gpus_than_there_are_is_refused(tmp_path: Path) -> None:
     """Eight of four nodes: one line, exit code 2."""
-    done = train(tmp_path, "fit", "--config", "configs/h100_n4_gpu8.yaml", check=False)
+    done = train(tmp_path, "fit", "--config", "configs/h100_n4_gpu8.yaml", *SMALL, check=False)
     assert done.returncode == 2
     assert "asks for 4 nodes × 8 GPUs" in done.stderr
 
@@ -64,7 +65,7 @@ def test_deterministic_training_repeats_itself(tmp_path: Path) -> None:
 
 def test_recomputed_activations_take_less_memory(tmp_path: Path) -> None:
     """activation_checkpointing gives the same losses at a lower peak."""
-    model = ["--model.width", "512", "--model.depth", "8", "--model.context", "512", "--model.sample_bytes", "0"]
+    model = [*TASK, "--model.width", "512", "--model.depth", "8", "--model.lr", "1e-4", "--global_batch_size", "256"]
     steps = ["--trainer.max_steps", "4", "--trainer.log_every_n_steps", "1", "--trainer.limit_val_batches", "0"]
     for name in ("false", "true"):
         train(tmp_path, "fit", *ONE, *model, *steps, "--activation_checkpointing", name, "--run", name)

@@ -121,6 +121,20 @@ def test_a_low_temperature_is_nearly_greedy():
     assert torch.equal(model.generate(prompt, 6, temperature=1e-6), model.generate(prompt, 6, top_k=1))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recomputed_blocks_give_the_same_gradients(dropout):
+    """All blocks are named, and gradients with recomputed activations are those without, with dropout too."""
+    plain, recomputed, text = gpt(dropout=dropout), gpt(dropout=dropout), tokens(2, 13)
+    assert checkpoint_activations(recomputed) == 2
+    for model in (plain, recomputed):
+        torch.manual_seed(7)
+        model.loss(model.features(text[:, :-1]), text[:, 1:]).backward()
+    for (name, expected), found in zip(plain.named_parameters(), recomputed.parameters(), strict=True):
+        assert expected.grad is not None, name
+        assert found.grad is not None, name
+        assert torch.equal(expected.grad, found.grad), name
+
+
 @pytest.fixture
 def whole_graph():
     """Compiles without a compiler: an error wherever the graph would break."""

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from src.models.resnet import Block, ResNet
+from src.strategies.wrapping import find_blocks
 
 
 def resnet(**settings) -> ResNet:
@@ -25,9 +26,10 @@ def test_images_of_any_size_become_logits(settings, image, classes):
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_each_stage_doubles_channels_and_halves_the_image(stages):
-    """A stage is two blocks, and each after the first doubles the channels and halves the image."""
+    """A stage is two blocks, which BLOCKS names; each after the first doubles the channels and halves the image."""
     model = resnet(stages=stages)
     assert sum(isinstance(module, Block) for module in model.modules()) == 2 * stages
+    assert len(find_blocks(model)) == 2 * stages
     features = model.blocks(model.stem(torch.rand(1, 1, 16, 16)))
     assert features.shape == (1, 8 * 2 ** (stages - 1), 16 // 2 ** (stages - 1), 16 // 2 ** (stages - 1))
 

@@ -3,19 +3,18 @@ import torch
 from torch import nn
 
 from src.errors import UserError
-from src.models.gpt import GPT
-from src.models.resnet import ResNet
 from src.strategies.wrapping import checkpoint_activations, compile_blocks, find_blocks
+from tests.small_task import Block, SmallNet, texts
 
-TOKENS = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
+TOKENS = texts(2, seed=1)
 
 
-def gpt(dropout: float = 0.0) -> GPT:
+def net(dropout: float = 0.0) -> SmallNet:
     torch.manual_seed(0)
-    return GPT(width=16, depth=3, heads=2, context=8, dropout=dropout)
+    return SmallNet(depth=3, dropout=dropout)
 
 
-def gradients(model: GPT) -> dict[str, torch.Tensor]:
+def gradients(model: SmallNet) -> dict[str, torch.Tensor]:
     model.zero_grad()
     torch.manual_seed(7)
     model.loss(model.features(TOKENS[:, :-1]), TOKENS[:, 1:]).backward()
@@ -27,10 +26,19 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = gpt()
+        self.model = net()
 
 
-@pytest.mark.parametrize(("model", "count"), [(gpt(), 3), (Nested(), 3), (ResNet(stages=2), 4), (nn.Linear(1, 1), 0)])
+class Stages(nn.Sequential):
+    """A network without a loss of its own, whose blocks stand between other layers and deeper."""
+
+    BLOCKS = (Block,)
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), Block(8, 0.0), nn.Sequential(nn.ReLU(), Block(8, 0.0)))
+
+
+@pytest.mark.parametrize(("model", "count"), [(net(), 3), (Nested(), 3), (Stages(), 2), (nn.Linear(1, 1), 0)])
 def test_blocks_are_found_wherever_they_are(model, count):
     """All instances of the classes in BLOCKS are found, also in a network inside of a module."""
     assert len(find_blocks(model)) == count
@@ -39,7 +47,7 @@ def test_blocks_are_found_wherever_they_are(model, count):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_recomputed_activations_give_the_same_gradients(dropout):
     """Gradients with activation checkpointing are those without, with dropout too."""
-    plain, checkpointed = gpt(dropout), gpt(dropout)
+    plain, checkpointed = net(dropout), net(dropout)
     assert checkpoint_activations(checkpointed) == 3
     expected, found = gradients(plain), gradients(checkpointed)
     assert expected.keys() == found.keys()
@@ -48,9 +56,9 @@ def test_recomputed_activations_give_the_same_gradients(dropout):
 
 def test_blocks_are_computed_again_only_in_training():
     """A checkpointed block runs once more in the backward pass, and once without one."""
-    model, calls = gpt(), []
+    model, calls = net(), []
     checkpoint_activations(model)
-    model.get_submodule("blocks.0.qkv").register_forward_hook(lambda *_: calls.append(1))
+    model.get_submodule("blocks.0.up").register_forward_hook(lambda *_: calls.append(1))
     gradients(model)
     assert len(calls) == 2
     model.eval()
@@ -60,7 +68,7 @@ def test_blocks_are_computed_again_only_in_training():
 
 def test_checkpoints_load_with_and_without():
     """Names of parameters and buffers stay, so a state loads whether or not activations are checkpointed."""
-    plain, checkpointed = gpt(), gpt()
+    plain, checkpointed = net(), net()
     checkpoint_activations(checkpointed)
     assert list(checkpointed.state_dict()) == list(plain.state_dict())
     checkpointed.load_state_dict(plain.state_dict())
@@ -95,9 +103,9 @@ def test_each_block_and_the_loss_are_compiled_once(compiled):
 
 def test_a_model_without_a_loss_method_has_its_blocks_compiled(compiled):
     """Only blocks are compiled where the network has no loss of its own."""
-    model = ResNet(width=8, stages=1)
+    model = Stages()
     assert compile_blocks(model) == 2
-    assert [what for what, _ in compiled] == list(model.blocks)
+    assert [what for what, _ in compiled] == [model.get_submodule("1"), model.get_submodule("2.1")]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,279 @@
+"""One Slurm site, read from configs/clusters/<name>.yaml, with project.yaml and your own mine.yaml laid over it.
+
+    python slurm/cluster.py [NAME]      # what a job would ask for, and which file each value comes from
+
+Which site: the NAME given, else configs/clusters/mine.yaml, else `cluster:` in project.yaml, else `local`.
+mine.yaml is yours alone (git ignores it). Starting with `base: NAME` it needs only the keys that differ there;
+`constraint: null` takes away what the base sets.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
+    _HERE = Path(__file__).resolve().parent
+    sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
+
+from slurm import nccl, syntax
+from slurm.layers import ClusterError, Key, Layer, dotted, read_layer
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = "project.yaml"
+MEMORY = ("mem", "mem_per_cpu", "mem_per_gpu")
+# What sbatch may refuse to go without: how it is said, and what lists the values.
+NEEDS = {
+    "account": ("an account", "sacctmgr show assoc user=$USER lists yours"),
+    "partition": ("a partition", "sinfo -s lists them"),
+}
+
+
+def _setting(read: syntax.Reader, default: Any = MISSING) -> Any:
+    return field(default=default, metadata={"read": read})
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a card holds and computes."""
+
+    memory_gib: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A site. Each field with a reader is a key of its file; None leaves the matter to Slurm."""
+
+    name: str
+    accelerator: str = _setting(syntax.choice("gpu", "cpu"))  # what the Trainer computes on
+    gpu_request: str | None = _setting(syntax.choice("gpus-per-node", "gres"), None)  # None: asks for no GPUs
+    gpu_type: str | None = _setting(syntax.word, None)  # Slurm's name for the card, as in gres=gpu:volta:2; None: any
+    gpu: str | None = _setting(syntax.word, None)  # the card, an entry of `gpus`
+    gpus_per_node: int = _setting(syntax.count)  # what --nodes alone takes of each; on a CPU, processes
+    cpus_per_gpu: int = _setting(syntax.count)  # with one process per GPU this is --cpus-per-task
+    mem: str | None = _setting(syntax.node_memory, None)  # main memory per node; "0" is all of it
+    mem_per_cpu: str | None = _setting(syntax.memory, None)
+    mem_per_gpu: str | None = _setting(syntax.memory, None)
+    time: timedelta = _setting(syntax.time_limit)  # noqa: RUF009 it makes a field
+    needs: tuple[str, ...] = _setting(syntax.choices(*NEEDS), ())
+    account: str | None = _setting(syntax.word, None)
+    partition: str | None = _setting(syntax.word, None)
+    qos: str | None = _setting(syntax.word, None)
+    constraint: str | None = _setting(syntax.word, None)
+    reservation: str | None = _setting(syntax.word, None)
+    exclude: str | None = _setting(syntax.word, None)  # nodes, as in n[01-03],n07
+    mail: str | None = _setting(syntax.word, None)  # where Slurm writes when a job ends or fails
+    container: str | None = _setting(syntax.text, None)  # an image
+    scratch: str | None = _setting(syntax.path, None)  # a folder that all nodes share
+    setup: tuple[str, ...] = _setting(syntax.shell_lines, ())  # run before training: module load, source, export
+    cost_per_gpu_hour: float | None = _setting(syntax.price, None)  # in whatever the site bills
+    gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    nccl: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # nvlink, infiniband -> environment
+    sources: Mapping[Key, str] = field(default_factory=dict)  # the file that each key comes from
+    warnings: tuple[str, ...] = ()
+    where: str = ""  # the files in which a missing account or partition can be set
+
+    def missing(self) -> str | None:
+        """One line on the account or partition that this site needs and nobody has set."""
+        keys = [key for key in self.needs if getattr(self, key) is None]
+        if not keys:
+            return None
+        what, hints = (" and ".join(NEEDS[key][0] for key in keys), "; ".join(NEEDS[key][1] for key in keys))
+        return (
+            f"cluster {self.name} needs {what}: set {' and '.join(f'{key}:' for key in keys)} in {self.where} ({hints})"
+        )
+
+    def scratch_folder(self) -> Path | None:
+        """`scratch` with ~ and variables filled in, as they are for the user who submits.
+
+        Raises:
+            ClusterError: a variable in it is not set here.
+
+        """
+        if self.scratch is None:
+            return None
+        folder = os.path.expanduser(os.path.expandvars(self.scratch))
+        if "$" in folder or not os.path.isabs(folder):
+            raise ClusterError(f"{self.sources['scratch',]}: scratch: {self.scratch!r} names something not set here")
+        return Path(folder)
+
+
+READERS = {entry.name: entry.metadata["read"] for entry in fields(Cluster) if entry.metadata}
+REQUIRED = [entry.name for entry in fields(Cluster) if entry.metadata and entry.default is MISSING]
+SITE: syntax.Schema = {
+    **READERS,
+    "gpus": {"*": {"memory_gib": syntax.count, "capability": syntax.capability}},
+    "nccl": {section: {"*": syntax.text} for section in nccl.SECTIONS},
+}
+
+
+def load_cluster(name: str | None = None, root: Path = ROOT) -> Cluster:
+    """The site that `name`, mine.yaml or project.yaml chooses, else `local`.
+
+    project.yaml's account and partition belong to the cluster named there: they lie over that cluster's file, whichever
+    way it was chosen, and over no other's. mine.yaml lies over both.
+
+    Raises:
+        ClusterError: a file is missing or wrong. A missing account is no error here: ask `Cluster.missing()`.
+
+    """
+    names = sorted(file.stem for file in (root / "configs/clusters").glob("[!.]*.yaml"))
+    project = _read_project(root, names)
+    own = project.get("cluster")
+    if name is not None:
+        chosen, reason = name, "named"
+    elif "mine" in names:
+        chosen, reason = "mine", _file("mine")
+    else:
+        chosen, reason = (own, PROJECT) if own else ("local", "nothing else is named")
+    _check_name(chosen, names, "cluster")
+    is_mine = chosen == "mine"
+    top = read_layer(root, _file(chosen), {"base": syntax.word, **SITE} if is_mine else SITE)
+    layers = [top]
+    base = top.values.get(("base",))
+    if base is not None:
+        _check_name(base, [other for other in names if other != "mine"], f"{top.file}: base")
+        layers.insert(0, read_layer(root, _file(base), SITE))
+    given: dict[Key, str] = {(key,): value for key, value in project.items() if key in NEEDS}
+    is_own = own is not None and own in (chosen, base)
+    if is_own:
+        layers.insert(-1 if is_mine else 1, Layer(PROJECT, given))
+    where = [_file("mine" if name is None else chosen)]
+    if is_own or not is_mine:
+        where.insert(0, PROJECT if is_own else f"{PROJECT} (with cluster: {chosen})")
+    notes = [f"{PROJECT}: {key}: not used, `cluster:` does not say whose it is" for key, *_ in given if own is None]
+    return _assemble(base or chosen, layers, top.file, reason, " or ".join(where), notes)
+
+
+def _read_project(root: Path, names: list[str]) -> dict[str, str]:
+    """What project.yaml sets; nothing where the file is missing."""
+    if not (root / PROJECT).exists():
+        return {}
+    values = read_layer(root, PROJECT, dict.fromkeys(("task", "cluster", *NEEDS), syntax.word)).values
+    project = {key: value for (key,), value in values.items() if value is not None}
+    if "cluster" in project:
+        _check_name(project["cluster"], names, f"{PROJECT}: cluster")
+    return project
+
+
+def _file(name: str) -> str:
+    return f"configs/clusters/{name}.yaml"
+
+
+def _check_name(name: str, names: list[str], place: str) -> None:
+    if name not in names:
+        allowed = f"the name of a file in configs/clusters ({', '.join(names) or 'it has none'})"
+        raise ClusterError(f"{place}: {syntax.refusal(name, allowed)}{syntax.nearest(name, names)}")
+
+
+def _assemble(name: str, layers: list[Layer], file: str, reason: str, where: str, notes: list[str]) -> Cluster:
+    """Lay the files over each other, the last on top, and build the site from what is seen from above."""
+    values: dict[Key, Any] = {}
+    sources: dict[Key, str] = {}
+    for layer in layers:
+        # Slurm takes one form of memory: setting another one on top replaces the one below.
+        if any(layer.values.get((form,)) for form in MEMORY):
+            values = {key: value for key, value in values.items() if key[0] not in MEMORY}
+        values |= layer.values
+        sources |= dict.fromkeys(layer.values, layer.file)
+    values = {key: value for key, value in values.items() if value is not None and key != ("base",)}
+    settings: dict[str, Any] = {key[0]: value for key, value in values.items() if len(key) == 1}
+    settings["gpus"] = _gpus(values, file)
+    settings["nccl"] = {
+        section: {key[2]: value for key, value in values.items() if key[:2] == ("nccl", section)}
+        for section in nccl.SECTIONS
+    }
+    _check(settings, file)
+    for section, variables in settings["nccl"].items():
+        for variable, value in variables.items():
+            key = ("nccl", section, variable)
+            if refusal := nccl.refusal(section, variable):
+                raise ClusterError(f"{sources[key]}: {dotted(key)}: {refusal}")
+            notes += [f"{sources[key]}: {dotted(key)}: {value}: {w}" for w in nccl.warnings(section, variable, value)]
+    sources = {("name",): reason, **{key: sources[key] for key in values}}
+    return Cluster(name=name, **settings, sources=sources, warnings=tuple(notes), where=where)
+
+
+def _gpus(values: Mapping[Key, Any], file: str) -> dict[str, Gpu]:
+    table: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if key[0] == "gpus":
+            table.setdefault(key[1], {})[key[2]] = value
+    for card, row in table.items():
+        for entry in fields(Gpu):
+            if entry.name not in row:
+                raise ClusterError(f"{file}: gpus.{card}: {entry.name} is not set")
+    return {card: Gpu(**row) for card, row in table.items()}
+
+
+def _check(settings: Mapping[str, Any], file: str) -> None:
+    """What only the whole can show; `file` is the one to mend."""
+    absent = [key for key in REQUIRED if key not in settings]
+    if absent:
+        start = "; or start the file with `base: NAME`" if file == _file("mine") else ""
+        raise ClusterError(f"{file}: not set: {', '.join(absent)}{start}")
+    forms = [form for form in MEMORY if form in settings]
+    if len(forms) != 1:
+        raise ClusterError(f"{file}: set exactly one of {', '.join(MEMORY)}; got {' and '.join(forms) or 'none'}")
+    if settings["accelerator"] == "gpu" and "gpu_request" not in settings:
+        raise ClusterError(f"{file}: accelerator gpu needs gpu_request: gpus-per-node or gres")
+    card = settings.get("gpu")
+    if card is not None and card not in settings["gpus"]:
+        cards = list(settings["gpus"])
+        allowed = f"an entry of gpus: ({', '.join(cards) or 'it has none'})"
+        raise ClusterError(f"{file}: gpu: {syntax.refusal(card, allowed)}{syntax.nearest(card, cards)}")
+
+
+def describe(cluster: Cluster) -> list[str]:
+    """The site as aligned lines: key, value, the file it comes from."""
+    rows = [("cluster", cluster.name, cluster.sources["name",])]
+    for key in READERS:
+        value = getattr(cluster, key)
+        source = cluster.sources.get((key,), "")
+        if key in cluster.needs and value is None:
+            rows.append((key, "not set, and needed", source))
+        elif isinstance(value, timedelta):
+            rows.append((key, syntax.format_time(value), source))
+        elif key == "setup":
+            rows += [(key, line, source) for line in value]
+        elif source:
+            rows.append((key, (", ".join(value) or "nothing") if isinstance(value, tuple) else str(value), source))
+    for card, gpu in cluster.gpus.items():
+        text = f"{gpu.memory_gib} GiB, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        rows.append((f"gpus.{card}", text, cluster.sources["gpus", card, "memory_gib"]))
+    for section, variables in cluster.nccl.items():
+        for name, setting in variables.items():
+            rows.append((f"nccl.{section}", f"{name}={setting}", cluster.sources["nccl", section, name]))
+    wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"{key:<{wide[0]}}  {value:<{min(wide[1], 48)}}  {source}".rstrip() for key, value, source in rows]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ClusterError(message)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the site; 2 when something needed is missing or wrong."""
+    parser = _Parser(description="Show a Slurm site: what a job would ask for, and where each value comes from.")
+    parser.add_argument("name", nargs="?", help="a file in configs/clusters, without .yaml")
+    try:
+        cluster = load_cluster(parser.parse_args(arguments).name)
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    lines = describe(cluster) + [f"warning: {warning}" for warning in cluster.warnings]
+    print("\n".join(lines), flush=True)
+    if missing := cluster.missing():
+        print(f"error: {missing}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""`test`, `validate` and `predict`: which run and which state of it they take."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.cli import main
+from tests.commands import CPU, SMALL, fit, read_json, rows
+
+
+def test_evaluation_takes_the_best_checkpoint_of_the_run_with_these_settings(run_root: Path) -> None:
+    """`test`, `predict` and `validate` find the run and evaluate the state that was best, not the newest one."""
+    worst_is_best = [*SMALL, "--checkpoint.monitor", "val/loss"]  # the mode is max and the loss falls: step 2 of 4
+    run = fit(run_root, "best", *worst_is_best)
+    assert main(["test", *CPU, *worst_is_best]) == 0
+    result = read_json(run / "test.json")
+    assert result["checkpoint"] == read_json(run / "summary.json")["best"]["checkpoint"]
+    assert Path(result["checkpoint"]).name == "best-step=00000002.ckpt"
+    assert 0 < result["metrics"]["test/accuracy"] <= 1
+    assert main(["predict", *CPU, *worst_is_best]) == 0
+    assert torch.cat(torch.load(run / "predictions.pt", weights_only=True)).shape == (30, 16)
+    assert main(["validate", *CPU, *worst_is_best, "--run", "best"]) == 0
+    found = read_json(run / "validate.json")["metrics"]["val/loss"]
+    assert found == pytest.approx(float(rows(run)[1]["val/loss"]))
+
+
+def test_evaluation_without_a_run_says_what_to_do(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No run of this model: one line with the folder searched, exit code 2."""
+    assert main(["test", *CPU, *SMALL]) == 2
+    assert str(run_root) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["best", "last", "no/such.ckpt"])
+def test_evaluation_never_takes_untrained_weights(
+    path: str, run_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A --ckpt_path that is no file is refused in one line."""
+    run = fit(run_root, "named", *SMALL)
+    assert main(["validate", *CPU, *SMALL, "--run", "named", "--ckpt_path", path]) == 2
+    assert not (run / "validate.json").exists()
+    assert f"--ckpt_path {path}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_shape_is_one_line(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evaluating a run under other model settings says so instead of listing tensors in a traceback."""
+    fit(run_root, "narrow", *SMALL)
+    assert main(["test", *CPU, *SMALL, "--model.width", "64", "--run", "narrow"]) == 2
+    assert "the checkpoint is of another model" in capsys.readouterr().err

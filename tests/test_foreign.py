@@ -1,0 +1,61 @@
+"""What users bring: modules, data modules, strategies and bars that know nothing of this project."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.demos import LightningTransformer
+
+from src.cli import main
+from tests.commands import BORING, CPU, PROBE, SMALL, fit, losses, only_run, read_json
+
+pytestmark = pytest.mark.usefixtures("run_root")
+
+
+def test_lightnings_boring_model_trains_unchanged(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A module that brings its own loaders works by its path; that the batch is not enforced is said in one line."""
+    assert main(["fit", *CPU, *BORING, "--trainer.max_steps", "10", "--global_batch_size", "4"]) == 0
+    run = only_run(run_root)
+    assert run.name.startswith("BoringModel-")
+    assert losses(run)
+    output = capsys.readouterr().out
+    assert "global_batch_size 4 cannot be enforced: BoringModel brings its own loaders" in output
+    assert main(["predict", *CPU, *BORING]) == 0
+    assert (run / "predictions.pt").exists()
+
+
+def test_lightnings_transformer_trains_on_a_plain_data_module(run_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A foreign model with a foreign data module: the global batch is kept through its `batch_size`."""
+    # The demo downloads a text for loaders of its own, which the data module replaces.
+    monkeypatch.setattr(LightningTransformer, "prepare_data", lambda self: None)
+    model = ["--model", "lightning.pytorch.demos.LightningTransformer", "--model.vocab_size", "50"]
+    data = ["--data", "tests.tokens.RandomTokens", "--data.vocab", "50"]
+    batch = ["--global_batch_size", "8", "--micro_batch_size", "2", "--trainer.log_every_n_steps", "1"]
+    run = fit(run_root, "foreign", *model, *data, *batch)
+    assert len(losses(run)) == 4
+    assert read_json(run / "manifest.json")["accumulation"] == 4
+
+
+def test_modes_survive_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each validation the module trains again and its frozen part stays in evaluation mode."""
+    monkeypatch.setenv("PROBE_FOLDER", str(tmp_path))
+    warnings.filterwarnings("ignore", "Found .* in eval mode")  # the claim is about just such a part
+    assert main(["fit", *CPU, *PROBE, "--trainer.max_epochs", "2", "--trainer.val_check_interval", "2"]) == 0
+    modes = read_json(tmp_path / "probe-0.json")["modes"]
+    assert len(modes) == 12
+    assert all(mode == [True, True, False] for mode in modes)
+
+
+def test_what_users_bring_in_yaml_is_kept(run_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A strategy object, a progress bar and `logger: false` take effect; a setting that cannot is named."""
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "trainer:\n  logger: false\n  default_root_dir: elsewhere\n"
+        "  strategy:\n    class_path: lightning.pytorch.strategies.SingleDeviceStrategy\n"
+        "    init_args:\n      device: cpu\n"
+        "  callbacks:\n  - class_path: lightning.pytorch.callbacks.TQDMProgressBar\n"
+    )
+    run = fit(run_root, "own", *SMALL, "--config", str(path))
+    assert "default_root_dir has no effect" in capsys.readouterr().out
+    assert not (run / "metrics.csv").exists()
+    assert (run / "DONE").exists()
