@@ -148,9 +148,7 @@ def time_limit(value: object) -> timedelta:
         raise refusal(value, f"{forms}; hours up to 23 behind days, minutes and seconds up to 59")
     limit = timedelta(days=int(days or 0), **dict(zip(units, rest, strict=True)))
     if not timedelta() < limit <= LONGEST:
-        raise refusal(
-            value, "a time limit from one second to 365 days; without one the site decides"
-        )
+        raise refusal(value, "a time limit from one second to 365 days")
     return limit
 
 
