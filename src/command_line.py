@@ -76,9 +76,8 @@ def _task_file(task: str) -> Path:
     path = CONFIGS / "tasks" / f"{task}.yaml"
     if not path.exists():
         names = [file.stem for file in path.parent.glob("*.yaml")]
-        raise UserError(
-            f"task {task!r} is unknown{_nearest(str(task), names)}; {_tasks_there()} (--task, or `task:` in project.yaml)"
-        )
+        near, there = _nearest(str(task), names), _tasks_there()
+        raise UserError(f"task {task!r} is unknown{near}; {there} (--task NAME, or `task:` in project.yaml)")
     return path
 
 
