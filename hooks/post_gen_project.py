@@ -1,7 +1,9 @@
 """Finishes a new project: links that came out as text, the name in pyproject.toml, caches; then the next steps.
 
-May run any number of times on the same folder (cruft does), needs no network and no git, asks nothing.
+Needs no network and no git, and asks nothing. (cruft runs it on two fresh folders for every update.)
 """
+
+from __future__ import annotations  # cookiecutter may run on an older Python than the project
 
 import json
 import os
@@ -14,7 +16,10 @@ from pathlib import Path
 
 ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
 # What a used working tree holds beside its code, and what belongs to the person who used it.
-LEFTOVERS = ("__pycache__", "*.py[co]", "*.egg-info", ".*_cache", ".ipynb_checkpoints", "clusters/mine.yaml")
+LEFTOVERS = (
+    *("__pycache__", "*.py[co]", "*.egg-info", ".*_cache", ".ipynb_checkpoints", "clusters/mine.yaml"),
+    *(".DS_Store", ".*.sw[op]", "*~", ".venv", "runs"),
+)
 
 
 def template() -> Path | None:
@@ -26,8 +31,9 @@ def template() -> Path | None:
 
 def copied(project: Path) -> dict[str, Path]:
     """What comes from links: its name at the template's root and where it lies here."""
+    # In the template .gitignore has another name, or git would heed it there, and refuses to: it is a link.
     names = [re.sub(r"^\W+cookiecutter.__dot\W+", ".", name) for name in ANSWERS["_copy_without_render"]]
-    return {name: project / name for name in names}
+    return {name: project / name for name in names if not name.endswith("_cache")}
 
 
 def restore_links(project: Path) -> None:
@@ -40,7 +46,8 @@ def restore_links(project: Path) -> None:
         if root is None:
             sys.exit(
                 f"error: {name} is a symbolic link that arrived as text: use a git, a file system and a copy of the "
-                f"template that keep symbolic links (git config core.symlinks true; on Windows: WSL)"
+                f"template that keep symbolic links (git config core.symlinks true; on Windows: WSL), or name the "
+                f"template by its absolute path"
             )
         item.unlink()
         copy = shutil.copytree if (root / name).is_dir() else shutil.copy2
@@ -48,27 +55,45 @@ def restore_links(project: Path) -> None:
 
 
 def tidy(project: Path) -> None:
-    """Caches of a template used from a working tree go; scripts become executable, which a zip forgets."""
-    for item in copied(project).values():
+    """A template that is used from a working tree brings along what lies in it."""
+    for folder in (project, *(item for item in copied(project).values() if item.is_dir())):
         for pattern in LEFTOVERS:
-            for path in list(item.rglob(pattern)):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in (item, *item.rglob("*")):
-            if path.is_file() and path.open("rb").read(2) == b"#!":
-                path.chmod(path.stat().st_mode | 0o111)
+            for path in list(folder.glob(pattern) if folder == project else folder.rglob(pattern)):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def complaint(project: Path) -> str | None:
+    """What of the answers cannot work with the files that have come."""
+    for key, folder in (("task", "configs/tasks"), ("cluster", "configs/clusters")):
+        names = sorted(path.stem for path in (project / folder).glob("*.yaml"))
+        if ANSWERS[key] not in names:
+            return f"{key} {ANSWERS[key]!r} does not exist: {', '.join(names)}"
+    # A project of this name would stand in for the package in its own environment.
+    lines = (project / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    taken = {distribution(line.split("==")[0]) for line in lines if "==" in line}
+    if distribution(ANSWERS["project_slug"]) in taken | {"pip", "setuptools", "wheel"}:
+        return f"project_slug {ANSWERS['project_slug']!r} is the name of a package that the project installs"
+    return None
+
+
+def distribution(name: str) -> str:
+    """A distribution's name as pip compares it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def name_project(project: Path) -> None:
     """Name, description, author and licence in pyproject.toml."""
     path = project / "pyproject.toml"
     text = path.read_text(encoding="utf-8")
-    quoted = {key: json.dumps(value, ensure_ascii=False) for key, value in ANSWERS.items()}  # as TOML writes strings
-    author, license_ = ANSWERS["author"].strip(), ANSWERS["license"]
+    quoted = {  # as TOML writes strings
+        key: json.dumps(ANSWERS[key].strip(), ensure_ascii=False)
+        for key in ("project_slug", "description", "author", "license")
+    }
     fields = {
         "name": quoted["project_slug"],
         "description": quoted["description"],
-        "authors": "[{ name = " + quoted["author"] + " }]" if author else "",
-        "license": quoted["license"] if license_ != "none" else "",
+        "authors": "[{ name = " + quoted["author"] + " }]" if ANSWERS["author"].strip() else "",
+        "license": quoted["license"] if ANSWERS["license"] != "none" else "",
     }
     head, table, rest = text.partition("[project]\n")
     own, following, tail = rest.partition("\n[")
@@ -80,7 +105,8 @@ def name_project(project: Path) -> None:
 
 def next_steps(project: Path) -> None:
     """What to type now; silent in the folders that cruft compares."""
-    if "_repo_dir" not in ANSWERS and project.is_relative_to(Path(tempfile.gettempdir()).resolve()):
+    under_cruft = "_repo_dir" not in ANSWERS
+    if under_cruft and Path(tempfile.gettempdir()).resolve() in project.parents:
         return
     cluster = (
         "    python slurm/cluster.py    # what a job would ask for there\n" if ANSWERS["cluster"] != "local" else ""
@@ -99,5 +125,7 @@ if __name__ == "__main__":
     here = Path.cwd()
     restore_links(here)
     tidy(here)
+    if message := complaint(here):
+        sys.exit(f"error: {message}")
     name_project(here)
     next_steps(here)

@@ -4,7 +4,7 @@
 
 Which site: the NAME given, else configs/clusters/mine.yaml, else `cluster:` in project.yaml, else `local`.
 mine.yaml is yours alone (git ignores it). Starting with `base: NAME` it needs only the keys that differ there;
-`constraint: null` takes away what the base sets.
+`constraint: null` takes away what the base sets (single keys; of a table, name the entry).
 """
 
 import argparse

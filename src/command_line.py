@@ -46,6 +46,8 @@ def with_defaults(argv: list[str]) -> list[str]:
         names_model = names_model or isinstance(model, str) or (isinstance(model, dict) and "class_path" in model)
         task = config.get("task", task)
     for value in _values(argv, ("--task",)):
+        if not value:
+            raise UserError(f"--task is empty; {_tasks_there()}")
         task = value
     if names_model and any(_values(argv, ("--task",))):
         raise UserError(f"--task {task} chooses a model and the command names another one: leave one of them out")
@@ -64,21 +66,23 @@ def project_task() -> str:
 
     """
     path = CONFIGS.parent / "project.yaml"
-    project = read_config(str(path)) if path.exists() else {}
+    project = read_config(str(path), "project.yaml") if path.exists() else {}
     for key in project.keys() - set(PROJECT_KEYS):
         raise UserError(f"project.yaml: unknown key {key}{_nearest(str(key), PROJECT_KEYS)}")
-    if not project.get("task"):
+    task = project.get("task")
+    if task in (None, ""):
         raise UserError(f"no model and no task: --task NAME, or `task:` in project.yaml; {_tasks_there()}")
-    return str(project["task"])
+    if not isinstance(task, str):
+        raise UserError(f"project.yaml: task: got {task!r}, expected a name in quotes; {_tasks_there()}")
+    return task
 
 
-def _task_file(task: str) -> Path:
-    path = CONFIGS / "tasks" / f"{task}.yaml"
-    if not path.exists():
-        names = [file.stem for file in path.parent.glob("*.yaml")]
+def _task_file(task: object) -> Path:
+    names = [file.stem for file in (CONFIGS / "tasks").glob("*.yaml")]
+    if task not in names:
         near, there = _nearest(str(task), names), _tasks_there()
         raise UserError(f"task {task!r} is unknown{near}; {there} (--task NAME, or `task:` in project.yaml)")
-    return path
+    return CONFIGS / "tasks" / f"{task}.yaml"
 
 
 def _tasks_there() -> str:
@@ -99,28 +103,28 @@ def _values(argv: list[str], options: tuple[str, ...]) -> Iterator[str]:
             yield arg.split("=", 1)[1]
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """A YAML file as a dictionary.
+def read_config(path: str, name: str | None = None) -> dict[str, Any]:
+    """A YAML file as a dictionary; `name` is what messages call it, else --config and the path.
 
     Raises:
         UserError: missing (with the nearest name), not YAML (with the line), or not a mapping.
 
     """
-    file = Path(path)
+    file, name = Path(path), name or f"--config {path}"
     if not file.is_file():
         shown = Path("configs") if Path.cwd() == CONFIGS.parent else CONFIGS
         there = [str(shown / found.relative_to(CONFIGS)) for found in sorted(CONFIGS.rglob("*.yaml"))]
-        raise UserError(f"--config {path}: no such file{_nearest(path, there)}")
+        raise UserError(f"{name}: no such file{_nearest(path, there)}")
     try:
         content = yaml.safe_load(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"--config {path}{where}: not YAML: {getattr(error, 'problem', None) or error}") from error
+        raise UserError(f"{name}{where}: not YAML: {getattr(error, 'problem', None) or error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"--config {path}: expected `key: value` lines, got a {type(content).__name__}")
+        raise UserError(f"{name}: expected `key: value` lines, got a {type(content).__name__}")
     return content
 
 

@@ -95,7 +95,7 @@ def test_a_conflict_is_shown_and_nothing_is_lost(project: Path) -> None:
 
 
 def test_a_project_of_plain_cookiecutter_can_be_linked(older: Path, tmp_path: Path) -> None:
-    """`cruft link` gives an existing project its updates."""
+    """`cruft link --checkout COMMIT`, as the README has it, gives an existing project its updates."""
     made = cruft(older, tmp_path / "out", {}, "--checkout", "older")
     (made / ".cruft.json").unlink()
     git(made, "init", "--quiet")

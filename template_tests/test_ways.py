@@ -85,13 +85,14 @@ def test_hooks_may_be_refused(
 def test_a_used_working_tree_leaves_no_trace(
     repo: Path, tmp_path: Path, expected: Callable[[Answers], dict[str, tuple[bytes, bool]]]
 ) -> None:
-    """Caches and the user's own cluster file stay where they are."""
+    """Caches, a linter's beside the links too, and the user's own cluster file stay where they are."""
     used = tmp_path / "used"
     run("cp", "-r", repo, used, cwd=tmp_path)
     leftovers = ("src/__pycache__/cli.cpython-311.pyc", "src/x.egg-info/PKG-INFO", "tests/.pytest_cache/README.md")
-    for leftover in (*leftovers, "configs/clusters/mine.yaml", "src/models/.ipynb_checkpoints/a.py"):
+    more = ("configs/clusters/mine.yaml", "src/models/.ipynb_checkpoints/a.py", "src/cli.py~", "configs/.DS_Store")
+    for leftover in (*leftovers, *more, "{{cookiecutter.project_slug}}/.ruff_cache/0.1/1234"):
         (used / leftover).parent.mkdir(parents=True, exist_ok=True)
-        (used / leftover).write_text("account: somebody's\n")
+        (used / leftover).write_bytes(b"account: somebody's\n\x89")
     assert tree(absolute(used, tmp_path / "out", {})) == expected({})
 
 
