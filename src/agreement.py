@@ -39,8 +39,8 @@ def agree(trainer: Trainer, decide: Callable[[], Run]) -> Run:
         try:
             answer = asdict(decide())
         except UserError as error:
-            answer = {"refused": str(error)}
+            answer = {"refused": str(error), "exit_code": error.exit_code}
     answer = strategy.broadcast(answer)
     if "refused" in answer:
-        raise AgreedError(answer["refused"])
+        raise AgreedError(answer["refused"], answer["exit_code"])
     return Run(**answer)

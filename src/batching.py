@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from src.cpus import usable_cpus
 from src.errors import UserError
+from src.seeding import SeededSamples, epoch_seed
 
 WORKER_CAP = 8  # more workers than this per rank have not helped a loader that 8 could not feed
 
@@ -199,9 +200,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
             yield order[first + start : first + max(stop, start + 1)].tolist()
 
 
-def epoch_seed(seed: int, epoch: int) -> int:
-    """One 63-bit seed per (seed, epoch); neighbouring seeds and epochs do not share one."""
-    return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + 1) % 2**63
+class _WithEpoch:
+    """The sampler's batches as (epoch, index) pairs."""
+
+    def __init__(self, sampler: GlobalBatchSampler) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch = self.sampler.epoch
+        return ([(epoch, index) for index in batch] for batch in self.sampler)
 
 
 class GlobalBatchLoader:
@@ -239,13 +249,14 @@ class GlobalBatchLoader:
             size, micro_batch_size, train=train, seed=seed, rank=rank, world_size=world_size
         )
         self.sampler.shuffle = train and not getattr(trainer, "overfit_batches", 0)  # overfit on the same batches
-        self._done = 0
+        self._done, self._done_in = 0, -1  # batches drawn, and the epoch that they belong to
         self._resumed: int | None = None  # the epoch that a checkpoint was in
         # A generator of its own: iterators draw worker seeds from it and never from the global RNG.
         self._generator = torch.Generator()
+        # Augmentation is for training; evaluation has nothing to draw.
         self.loader = DataLoader(
-            dataset,
-            batch_sampler=self.sampler,
+            SeededSamples(dataset, seed) if train else dataset,
+            batch_sampler=_WithEpoch(self.sampler) if train else self.sampler,
             num_workers=workers,
             collate_fn=collate_fn,
             pin_memory=not on_cpu,
@@ -261,14 +272,15 @@ class GlobalBatchLoader:
         self._generator.manual_seed(epoch_seed(self.sampler.seed, self.sampler.epoch))
         if self._resumed not in (None, self.sampler.epoch):  # its epoch was over, cut short by limit_train_batches
             self.sampler.start = 0
-        self._resumed, self._done = None, self.sampler.start
+        self._resumed, self._done, self._done_in = None, self.sampler.start, self.sampler.epoch
         for batch in self.loader:
             self._done += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
         """Where in the epoch it is, in samples of all ranks; Lightning keeps it in the checkpoint."""
-        return {"epoch": self.sampler.epoch, "samples": min(self._done * self.sampler.chunk, self.sampler.size)}
+        done = self._done if self._done_in == self.sampler.epoch else 0
+        return {"epoch": self.sampler.epoch, "samples": min(done * self.sampler.chunk, self.sampler.size)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on there, if that epoch is not over."""

@@ -23,6 +23,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.io import CheckpointIO
 
 from src.agreement import agree
 from src.batching import in_micro_batches, stop_workers
@@ -33,6 +34,7 @@ from src.callbacks.progress import Progress
 from src.callbacks.run_record import RunRecord
 from src.callbacks.termination import EXIT_TERMINATED, Termination
 from src.callbacks.throughput import Throughput
+from src.checkpoint.files import WholeFiles
 from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
 from src.command_line import config_files, explain, with_defaults
 from src.errors import AgreedError, UserError, from_settings, hint
@@ -42,19 +44,18 @@ from src.run import Run, find_run, open_run, release, write_text
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from src.trainer import ProjectTrainer
 
-EXIT_USER = 2  # bad input: one line, nothing lost
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130  # Ctrl-C
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input)."""
+    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input, 65 no whole checkpoint)."""
     argv = sys.argv[1:] if argv is None else argv
     quieten()
     try:
         cli = ProjectCLI(argv)
     except UserError as error:
-        return _complain(str(error))
+        return _complain(error)
     except Exception as error:
         return _crash(error)
     code = _run(cli)
@@ -72,9 +73,9 @@ def _run(cli: "ProjectCLI") -> int:
     try:
         cli.run_subcommand()
     except AgreedError as error:
-        return _complain(str(error)) if cli.trainer.is_global_zero else EXIT_USER
+        return _complain(error) if cli.trainer.is_global_zero else error.exit_code
     except UserError as error:
-        return _complain(str(error))
+        return _complain(error)
     except SystemExit as stop:
         # Lightning turns Ctrl-C into exit code 1, `Termination` SIGTERM into 143.
         code = EXIT_TERMINATED if stop.code == EXIT_TERMINATED else EXIT_INTERRUPTED
@@ -89,23 +90,22 @@ def _run(cli: "ProjectCLI") -> int:
 def _crash(error: Exception) -> int:
     """One line for what is not the code's fault, else the traceback and what may help."""
     if from_settings(error):
-        return _complain(str(error))
+        return _complain(UserError(str(error)))
     if "Error(s) in loading state_dict" in str(error):
-        return _complain(
-            f"the checkpoint is of another model, give the --model settings it was trained with: {error}"[:500]
-        )
+        text = f"the checkpoint is of another model, give the --model settings it was trained with: {error}"
+        return _complain(UserError(text[:500]))
     traceback.print_exc()
     if advice := hint(error):
         print(f"hint: {advice}", file=sys.stderr)
     return EXIT_CRASH
 
 
-def _complain(message: str) -> int:
+def _complain(error: UserError) -> int:
     """One line per node, since a node may differ from the others; every rank's once they have met."""
     met = torch.distributed.is_initialized()
     if met or int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
-        print("error: " + " ".join(message.split()), file=sys.stderr)
-    return EXIT_USER
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    return error.exit_code
 
 
 def quieten() -> None:
@@ -204,7 +204,11 @@ class ProjectCLI(LightningCLI):
         """The Trainer with what was resolved; loggers and our callbacks join when the run directory is known."""
         config = self.config_init[self.command].trainer
         callbacks = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
-        plugins = config.plugins if isinstance(config.plugins, list) else [config.plugins]
+        plugins = [
+            plugin for plugin in (config.plugins if isinstance(config.plugins, list) else [config.plugins]) if plugin
+        ]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(WholeFiles())
         own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         self.wants_progress = config.enable_progress_bar is not False and not own_bar
         self.wants_checkpoints = config.enable_checkpointing is not False
@@ -217,7 +221,7 @@ class ProjectCLI(LightningCLI):
             precision=self.here.precision.value,
             strategy=self.here.strategy if isinstance(self.here.strategy, str) else config.strategy,
             accumulate_grad_batches=self.here.plan.accumulation if self.here.plan else config.accumulate_grad_batches,
-            plugins=[*(plugin for plugin in plugins if plugin is not None), self.here.environment],
+            plugins=[*plugins, self.here.environment],
             logger=False if config.logger in (None, True) else config.logger,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=own_bar,
@@ -322,7 +326,8 @@ class ProjectCLI(LightningCLI):
         callbacks: list[Callback] = [record, Termination(), loss, LossScale()]
         if self.wants_checkpoints:
             folder, settings = run.path / "checkpoints", self.config_init[self.command].checkpoint
-            callbacks += [SaveNewest(folder, settings), SaveBest(folder, settings)]
+            newest = SaveNewest(folder, settings, {"loss": loss}, speed.restart_clock)
+            callbacks += [newest, SaveBest(folder, settings)]
         callbacks += [speed, *([Progress(loss, speed)] if self.wants_progress else [])]
         self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
         return record

@@ -12,9 +12,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 class UserError(Exception):
     """Bad input or a machine that does not fit it. The text says what it got, what is allowed, what to do."""
 
+    exit_code = 2
+
 
 class AgreedError(UserError):
     """A UserError that every rank raises alike; rank 0 says it for all."""
+
+    def __init__(self, message: str, exit_code: int = UserError.exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def from_settings(error: Exception) -> bool:

@@ -30,7 +30,8 @@ from typing import IO, Any
 import torch
 import yaml
 
-from src.checkpoint.choose import newest, step_inside
+from src.checkpoint.choose import newest
+from src.checkpoint.files import clear_temporary, fault
 from src.errors import UserError
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - names to warn about, not to write to
@@ -173,12 +174,10 @@ def open_run(name: str | None, task: str, config: str, checkpoint_bytes: int) ->
             raise UserError(f"the run folder {folder} cannot be made ({error.strerror})") from error
         _refuse_another_model(folder, config)
         run = Run(str(folder), "continued" if existed else "new", notes=notes)
-        try:
-            if found := newest(folder / "checkpoints"):
-                run.checkpoint, run.step = str(found[0]), found[1]
-        except RuntimeError as error:
-            raise UserError(str(error)) from error
     _lock(folder)
+    clear_temporary(folder / "checkpoints")
+    if found := newest(folder / "checkpoints", quarantine=True):
+        run.checkpoint, run.step = str(found[0]), found[1]
     (folder / "checkpoints").mkdir(exist_ok=True)
     run.notes += _keep_config(folder, config)
     return run
@@ -312,11 +311,8 @@ def find_run(name: str | None, model: Any) -> Run:
                 "or a file (--ckpt_path)"
             )
         folder = folders[0]
-    best = [path for path in sorted((folder / "checkpoints").glob("best-*.ckpt")) if step_inside(path) is not None]
-    try:
-        found = (best[-1], 0) if best else newest(folder / "checkpoints")
-    except RuntimeError as error:
-        raise UserError(str(error)) from error
+    best = [path for path in sorted((folder / "checkpoints").glob("best-*.ckpt")) if fault(path) is None]
+    found = (best[-1], 0) if best else newest(folder / "checkpoints")
     if found is None:
         raise UserError(f"{folder} has no checkpoint yet")
     return Run(str(folder), "evaluated", str(found[0]))

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,17 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     """The newest checkpoint's weights."""
     newest = sorted(run.glob("checkpoints/step=*.ckpt"))[-1]
     return torch.load(newest, weights_only=True, map_location="cpu")["state_dict"]
+
+
+def cut_back(run: Path, step: int, run_root: Path) -> Path:
+    """A copy of a finished run as a kill would have left it after the save of `step` steps (keep all checkpoints)."""
+    copy = run_root / run.name
+    shutil.copytree(run, copy)
+    (copy / "DONE").unlink()
+    for path in copy.glob("checkpoints/*.ckpt"):
+        if int(path.stem.rsplit("=", 1)[1]) > step:
+            path.unlink()
+    return copy
 
 
 def read_json(path: Path) -> dict[str, Any]:

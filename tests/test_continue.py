@@ -82,3 +82,24 @@ def test_a_run_keeps_its_model(run_root: Path, capsys: pytest.CaptureFixture[str
     assert main(["fit", *CPU, *SMALL, "--run", "mine"]) == 2
     assert "use a new --run name" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is put aside, and the run goes on from the next older state; without any the exit code is 65."""
+    many = [*SMALL, "--checkpoint.every_n_steps", "1", "--checkpoint.keep", "9"]
+    run = fit(run_root, "hurt", *many)
+    (run / "DONE").unlink()
+    newest = run / "checkpoints/step=00000004.ckpt"
+    newest.write_bytes(newest.read_bytes()[:5000])
+    fit(run_root, "hurt", *many)
+    output = capsys.readouterr().out
+    assert f"warning: {newest} is no whole checkpoint and is moved to {newest.parent / 'quarantine'}" in output
+    assert "continues from step 3" in output
+    (run / "DONE").unlink()
+    files = list(run.glob("checkpoints/*.ckpt"))
+    for path in files:
+        path.write_bytes(b"")
+    for _ in range(2):  # the second time, too: never from scratch
+        assert main(["fit", *CPU, *many, "--run", "hurt"]) == 65
+        assert f"none of the {len(files)} checkpoints" in capsys.readouterr().err
+    assert sorted(run.glob("checkpoints/*.ckpt")) == sorted(files)

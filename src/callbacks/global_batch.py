@@ -1,5 +1,7 @@
 """Makes what is trained and logged the mean over the *global* batch, however it is spread over devices and time."""
 
+from typing import Any
+
 import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -26,8 +28,9 @@ class GlobalBatch(Callback):
         """Give every rank random numbers of its own: the same seed made the same weights, but masks must differ."""
         self._sum, self._since = None, trainer.global_step
         torch.manual_seed(torch.initial_seed() + trainer.global_rank)
-        if trainer.world_size > 1 and trainer.is_global_zero and not self._sampler(trainer):
-            print(_foreign_data_note(trainer.train_dataloader))
+        if trainer.is_global_zero and not self._sampler(trainer):
+            for note in _foreign_data_notes(trainer.train_dataloader, trainer.world_size):
+                print(note)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:  # noqa: D102
         weight = self._weight(trainer)
@@ -41,10 +44,17 @@ class GlobalBatch(Callback):
         if isinstance(loss, Tensor) and loss.numel() == 1:
             # Lightning has divided it by the accumulation already.
             part = loss.detach().float().reshape(()) * self._weight(trainer)
-            self._sum = part if self._sum is None else self._sum + part
+            self._sum = part if self._sum is None else self._sum.to(part.device) + part
         if row_is_due(trainer, self._since):
             self._log(trainer, trainer.global_step - self._since)
             self._sum, self._since = None, trainer.global_step
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank has added up since the last row; a resumed run goes on with it."""
+        return {"sum": None if self._sum is None else self._sum.cpu(), "since": self._since}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:  # noqa: D102
+        self._sum, self._since = state["sum"], state["since"]
 
     def _log(self, trainer: Trainer, steps: int) -> None:
         logged = trainer.fit_loop._results  # what the module logs, also where it will show only at the epoch's end
@@ -67,13 +77,22 @@ class GlobalBatch(Callback):
         return sampler.weight(trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches)
 
 
-def _foreign_data_note(loader: object) -> str:
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return (
+def _foreign_data_notes(loader: object, world_size: int) -> list[str]:
+    """What data that this project does not slice can do to a run."""
+    notes = []
+    if not hasattr(loader, "state_dict"):
+        notes.append(
+            "note: the data does not know its place: a run that is continued in the middle of an epoch trains on the "
+            "epoch's first samples again; src.batching.GlobalBatchLoader goes on with the next one"
+        )
+    if world_size > 1 and isinstance(getattr(loader, "dataset", None), IterableDataset):
+        notes.append(
             "note: the data is an IterableDataset: every rank reads the same stream unless the data set shares itself "
             "out by torch.distributed.get_rank() and get_world_size()"
         )
-    return (
-        "note: the data comes from a plain DataLoader: Lightning shares it over the devices and repeats samples to "
-        "fill the last batch, in evaluation too; src.batching.GlobalBatchLoader counts each once"
-    )
+    elif world_size > 1:
+        notes.append(
+            "note: the data comes from a plain DataLoader: Lightning shares it over the devices and repeats samples to "
+            "fill the last batch, in evaluation too; src.batching.GlobalBatchLoader counts each once"
+        )
+    return notes

@@ -84,6 +84,10 @@ class Throughput(Callback):
         self._clear(trainer.global_step)
         self._mark = time.perf_counter()
 
+    def restart_clock(self) -> None:
+        """Forget the time since the last hook; nothing of it was training."""
+        self._mark = time.perf_counter()
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._mark = time.perf_counter()
 

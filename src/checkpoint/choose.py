@@ -1,47 +1,77 @@
 """Which checkpoint to continue from or to evaluate: by the step inside the file, never by its name or date."""
 
+import os
 from pathlib import Path
 
 import torch
 
+from src.checkpoint.files import fault, steps_inside
+from src.errors import UserError
 
-def step_inside(path: Path) -> int | None:
-    """Optimizer steps done in a checkpoint; None where the file cannot be read.
+QUARANTINE = "quarantine"
 
-    Reads through a memory map, so a large file costs no memory. Tensors and plain types only (`weights_only`).
+
+class NoWholeCheckpointError(UserError):
+    """There are checkpoint files and not one is whole. No restart mends it: its exit code is its own (EX_DATAERR)."""
+
+    exit_code = 65
+
+
+def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None:
+    """The whole checkpoint with the most steps, and that number; None where the folder holds no checkpoint file.
+
+    The best by a metric are saved in the middle of a step and count only where no other is whole. A damaged file gives
+    way to the next, and is said.
+
+    Args:
+        folder: of `*.ckpt` files
+        quarantine: move damaged files to `quarantine/` in it; nothing is deleted
+
+    Raises:
+        NoWholeCheckpointError: there are files and none is whole; starting from scratch would bury the work.
+
     """
+    files = sorted(folder.glob("*.ckpt"))
+    steps: dict[Path, int] = {}
+    damaged: dict[Path, str] = {}
+    for path in files:
+        try:
+            steps[path] = steps_inside(path)
+        except Exception as error:  # a torn file fails in many ways, none of which may stop the search
+            damaged[path] = f"{type(error).__name__}: {error}".splitlines()[0]
+    chosen = None
+    for path in sorted(steps, key=lambda file: (file.name.startswith("step="), steps[file]), reverse=True):
+        if reason := fault(path):
+            damaged[path] = reason
+        else:
+            chosen = path
+            break
+    for path, reason in damaged.items():
+        done = _put_aside(path, quarantine and chosen is not None)
+        print(f"warning: {path} is no whole checkpoint and is {done} ({reason})")
+    if files and chosen is None:
+        raise NoWholeCheckpointError(
+            f"none of the {len(files)} checkpoints in {folder} is whole, so this run cannot go on; "
+            "another --run name starts anew"
+        )
+    return None if chosen is None else (chosen, steps[chosen])
+
+
+def _put_aside(path: Path, quarantine: bool) -> str:
+    if not quarantine:
+        return "passed over"
+    folder = path.parent / QUARANTINE
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return int(checkpoint["global_step"])
-    except Exception as error:  # a torn file fails in many ways, none of which may stop the search
-        print(f"warning: {path} is no readable checkpoint and is passed over ({type(error).__name__}: {error})")
-        return None
+        folder.mkdir(exist_ok=True)
+        os.replace(path, folder / path.name)
+    except OSError as error:
+        return f"passed over, as it cannot be moved: {error.strerror}"
+    return f"moved to {folder}"
 
 
 def score_inside(path: Path, callback: str) -> torch.Tensor | None:
     """The best score that the callback of this state key knew when it wrote `path`; None where there is none."""
-    if step_inside(path) is None:
+    if fault(path):
         return None
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["callbacks"].get(callback, {})
     return state.get("best_model_score")
-
-
-def newest(folder: Path) -> tuple[Path, int] | None:
-    """The readable checkpoint with the most steps and that number, the best-by-metric ones included.
-
-    None where the folder holds no checkpoint file at all.
-
-    Raises:
-        RuntimeError: there are files and none can be read; starting from scratch would bury the work.
-
-    """
-    files = sorted(folder.glob("*.ckpt"))
-    steps = {path: step for path in files if (step := step_inside(path)) is not None}
-    if files and not steps:
-        raise RuntimeError(
-            f"none of the {len(files)} checkpoints in {folder} can be read; move them away to start anew"
-        )
-    if not steps:
-        return None
-    path = max(steps, key=lambda file: (steps[file], file.name.startswith("step=")))
-    return path, steps[path]

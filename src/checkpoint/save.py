@@ -1,15 +1,18 @@
 """When a run saves: the newest state every N steps and at the end, and the best by a validation metric."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from src.callbacks.log_interval import steps_in_all
+from src.checkpoint.boundary import as_boundary, at_step_boundaries
 from src.checkpoint.choose import score_inside
+from src.checkpoint.files import fault
+from src.checkpoint.rank_state import EpochMetrics, Keeper, RandomNumbers, gather
 from src.errors import UserError
 
 
@@ -39,33 +42,103 @@ class CheckpointSettings:
 class SaveNewest(Callback):
     """Saves `step=<steps done>.ckpt` and deletes the oldest only when a newer one is there.
 
-    Lightning's own "last" is written only beside a top-k file, and its name goes stale (`last-v1.ckpt`).
+    A run that goes on from such a file ends in exactly the weights, the optimizer state and the logged rows of a run
+    that was never stopped. Lightning's own "last" is written only beside a top-k file, its name goes stale
+    (`last-v1.ckpt`), and it brings back neither random numbers nor what an epoch's metrics have added up.
+
+    Args:
+        folder: where the files go
+        settings: when, and how many to keep
+        keepers: others that have a state of their own on every rank, by name
+        after_save: called when a save is done, which clocks may want to leave out
+
     """
 
-    def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: CheckpointSettings,
+        keepers: dict[str, Keeper] | None = None,
+        after_save: Callable[[], None] = lambda: None,
+    ) -> None:
         self.folder, self.every_n_steps, self.keep = folder, settings.every_n_steps, settings.keep
-        self._saved_step, self._last_step = 0, 0.0
+        self.keepers, self.after_save = dict(keepers or {}), after_save
+        self._saved_step = 0
+        self._loaded: list[dict[str, Any]] | None = None
+        self._ended = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: D102
+        if stage == "fit":
+            at_step_boundaries(trainer, lambda: self._at_boundary(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
-        self._saved_step, self._last_step = trainer.global_step, steps_in_all(trainer)
+        self._saved_step, self._ended = trainer.global_step, False
+        self._metrics = EpochMetrics(trainer, pl_module)
+        own: dict[str, Keeper] = {"random": RandomNumbers(trainer.strategy.root_device), "metrics": self._metrics}
+        self.keepers |= own
 
-    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
-        # The last step too is saved here: on_train_end comes after Lightning has counted the epoch as done.
-        last = trainer.global_step > self._saved_step and trainer.global_step >= self._last_step
-        if last or trainer.global_step >= self._saved_step + self.every_n_steps:
+    def _at_boundary(self, trainer: Trainer) -> None:
+        if self._loaded is not None:
+            self._restore(trainer)
+        if trainer.global_step >= self._saved_step + self.every_n_steps:
             self._save(trainer)
 
+    def _restore(self, trainer: Trainer) -> None:
+        states, self._loaded = self._loaded, None
+        if states is None:
+            return
+        if len(states) != trainer.world_size:
+            if trainer.is_global_zero:
+                print(
+                    f"note: the checkpoint is of {len(states)} process(es) and goes on with {trainer.world_size}: the "
+                    "same samples in the same order, but other random numbers and rounding, so not bit for bit"
+                )
+            return
+        for name, keeper in self.keepers.items():
+            if name in states[trainer.global_rank]:
+                keeper.load_rank_state(states[trainer.global_rank][name])
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
+        self._metrics.add_pending()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        self._metrics.add_pending()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        self._ended = True
         if trainer.global_step > self._saved_step:
             self._save(trainer)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What every rank alone knows. Collective, as saving is."""
+        return {"ranks": gather({name: keeper.rank_state() for name, keeper in self.keepers.items()})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
+        self._loaded = state["ranks"]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: D102
+        if self._ended:
+            as_boundary(checkpoint, trainer)
+
     def _save(self, trainer: Trainer) -> None:
+        path = self.folder / f"step={trainer.global_step:08d}.ckpt"
         # Collective: every rank takes part, whichever of them writes.
-        trainer.save_checkpoint(self.folder / f"step={trainer.global_step:08d}.ckpt")
+        trainer.save_checkpoint(path)
         self._saved_step = trainer.global_step
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and is_saved(trainer, path):
             for old in sorted(self.folder.glob("step=*.ckpt"))[: -self.keep]:
                 old.unlink()
+        elif trainer.is_global_zero and self._ended:
+            raise RuntimeError(f"the end of the run, step {trainer.global_step}, is not saved; make room and continue")
+        self.after_save()
+
+
+def is_saved(trainer: Trainer, path: Path) -> bool:
+    """Whether a checkpoint that was just written is whole; where it is not, say so. For the rank that writes."""
+    reason = getattr(trainer.strategy.checkpoint_io, "error", None) or fault(path)
+    if reason:
+        print(f"warning: step {trainer.global_step} could not be saved ({reason}); older checkpoints stay", flush=True)
+    return not reason
 
 
 class SaveBest(ModelCheckpoint):
@@ -83,6 +156,9 @@ class SaveBest(ModelCheckpoint):
         )
         self._told = False
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: the paths in it are those of the folder's old place where a run was moved. The files know better."""
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Know the best of an earlier start, which may be younger than the state that training goes on from."""
         super().on_train_start(trainer, pl_module)
@@ -95,6 +171,11 @@ class SaveBest(ModelCheckpoint):
             self.best_model_path = self.kth_best_model_path = str(path)
             self.best_model_score = self.kth_value = score
             self.best_k_models = {str(path): score}
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        # The last best goes only when the new one is there.
+        if not trainer.is_global_zero or is_saved(trainer, Path(self.best_model_path)):
+            super()._remove_checkpoint(trainer, filepath)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:

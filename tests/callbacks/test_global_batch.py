@@ -3,7 +3,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from src.batching import GlobalBatchSampler
 from src.callbacks.global_batch import GlobalBatch
@@ -115,8 +115,33 @@ def test_every_rank_draws_masks_of_its_own():
     drawn = []
     for rank in (0, 1, 0):
         torch.manual_seed(5)
-        trainer: Any = SimpleNamespace(global_step=0, global_rank=rank, world_size=1)
+        trainer: Any = SimpleNamespace(global_step=0, global_rank=rank, world_size=1, is_global_zero=False)
         GlobalBatch().on_train_start(trainer, Line())
         drawn.append(torch.rand(4))
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from DATA
+
+
+@pytest.mark.parametrize(
+    ("data", "world_size", "said"),
+    [
+        (DataLoader(cast(Dataset, DATA)), 1, ["does not know its place"]),
+        (DataLoader(cast(Dataset, DATA)), 2, ["does not know its place", "counts each once"]),
+        (DataLoader(Stream()), 2, ["does not know its place", "every rank reads the same stream"]),
+        (SimpleNamespace(state_dict=dict), 1, []),
+    ],
+)
+def test_a_loader_of_another_kind_is_told_what_it_costs(data, world_size, said, capsys):
+    """A plain loader repeats samples after a resume and over ranks; one that keeps its own place is not blamed."""
+    trainer: Any = SimpleNamespace(
+        global_step=0, global_rank=0, world_size=world_size, is_global_zero=True, train_dataloader=data
+    )
+    GlobalBatch().on_train_start(trainer, Line())
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True))

@@ -1,10 +1,11 @@
-import shutil
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from src.checkpoint.choose import newest, step_inside
+from src.checkpoint.choose import NoWholeCheckpointError, newest
+from src.checkpoint.files import fault, steps_inside
 
 
 def saved(path: Path, step: int) -> Path:
@@ -27,14 +28,14 @@ def test_the_newest_is_the_one_with_the_most_steps_inside(tmp_path):
     assert newest(tmp_path) == (right, 300)
 
 
-def test_the_best_by_metric_counts_too(tmp_path):
-    """A best checkpoint with more steps than the newest one is where training goes on; at equal steps it is not."""
-    step = saved(tmp_path / "step=00000010.ckpt", 10)
+def test_the_best_by_metric_count_only_where_there_is_no_other(tmp_path):
+    """The best is saved in the middle of a step, from where no run goes on exactly; alone it is better than nothing."""
     best = saved(tmp_path / "best-step=00000012.ckpt", 12)
     assert newest(tmp_path) == (best, 12)
-    shutil.move(best, tmp_path / "best-step=00000010.ckpt")
-    saved(tmp_path / "best-step=00000010.ckpt", 10)
+    step = saved(tmp_path / "step=00000010.ckpt", 10)
     assert newest(tmp_path) == (step, 10)
+    step.write_bytes(b"torn")
+    assert newest(tmp_path) == (best, 12)
 
 
 def test_a_torn_file_is_passed_over_and_said(tmp_path, capsys):
@@ -45,14 +46,14 @@ def test_a_torn_file_is_passed_over_and_said(tmp_path, capsys):
     torch.save({"state_dict": {}}, bad[2])
     assert newest(tmp_path) == (right, 5)
     said = capsys.readouterr().out
-    assert all(f"warning: {path} is no readable checkpoint" in said for path in bad)
+    assert all(f"warning: {path} is no whole checkpoint" in said for path in bad)
     assert str(right) not in said
 
 
 def test_files_without_a_readable_one_are_refused(tmp_path):
     """Checkpoints that are all torn raise: starting from scratch would bury the work."""
     torn(tmp_path / "step=00000009.ckpt")
-    with pytest.raises(RuntimeError, match="none of the 1 checkpoints"):
+    with pytest.raises(NoWholeCheckpointError, match="none of the 1 checkpoints"):
         newest(tmp_path)
 
 
@@ -77,5 +78,7 @@ class Trap:
 def test_a_checkpoint_cannot_run_code(tmp_path):
     """A file that would run code when it is read is passed over without running it."""
     torch.save({"global_step": 10**6, "trap": Trap(tmp_path / "sprung")}, tmp_path / "step=00000001.ckpt")
-    assert step_inside(tmp_path / "step=00000001.ckpt") is None
+    with pytest.raises(pickle.UnpicklingError):
+        steps_inside(tmp_path / "step=00000001.ckpt")
+    assert fault(tmp_path / "step=00000001.ckpt") is not None
     assert not (tmp_path / "sprung").exists()

@@ -1,0 +1,53 @@
+"""The one moment between two steps at which a run can be cut and put together again without a seam."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning import Trainer
+
+
+def at_step_boundaries(trainer: Trainer, act: Callable[[], None]) -> None:
+    """Call `act` before the batch of each optimizer step is fetched, and let a resumed run begin at just that moment.
+
+    There, all that follows from the step before is done (validation, schedules, metrics, the end of an epoch), and
+    nothing of the next one is begun: no batch is drawn from the loader, and no random number for it. Lightning has no
+    hook there: `on_train_batch_end` comes before the validation that belongs to the step, `on_train_batch_start` after
+    the next batch has been drawn.
+
+    Lightning resumes from whatever hook a state was saved in, and to that end skips a validation or leaves schedules
+    out; a state from a boundary needs none of that, so the loops are told that they are not restarting.
+    """
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    reset, before_fetch = type(loop).reset, type(loop)._on_before_fetch
+
+    def reset_and_go_on() -> None:
+        resumed = loop.restarting
+        reset(loop)  # progress of this epoch comes from the checkpoint, or from zero
+        if resumed:
+            for part in (fit, loop, loop.val_loop):
+                part._restarting = False  # the property's setter says yes to itself where max_steps is set
+            loop.val_loop.batch_progress.reset_on_run()
+
+    def act_before_fetch() -> None:
+        if loop.batch_progress.current.completed % trainer.accumulate_grad_batches == 0:
+            act()
+        before_fetch(loop)
+
+    loop.reset = reset_and_go_on  # type: ignore[method-assign]
+    loop._on_before_fetch = act_before_fetch  # type: ignore[method-assign]
+
+
+def as_boundary(checkpoint: dict[str, Any], trainer: Trainer) -> None:
+    """Make a checkpoint that is saved when training has ended look as if training were about to go on.
+
+    The end of training counts the epoch as done, also where `max_steps` ended it in the middle. And after a full epoch
+    Lightning would go through one more, without a batch, if only steps limit the training.
+    """
+    progress = checkpoint["loops"]["fit_loop"]
+    epoch, batches = progress["epoch_progress"], progress["epoch_loop.batch_progress"]
+    if batches["current"]["completed"] < trainer.num_training_batches and not batches["is_last_batch"]:
+        for count in (epoch["total"], epoch["current"]):
+            count["processed"] = count["completed"] = count["completed"] - 1
+    else:
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False

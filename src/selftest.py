@@ -1,0 +1,149 @@
+"""Does a killed run end as it would have ended? Tries it, with your task and your configuration.
+
+    python -m src.selftest resume                                        # the project's task, small, on the CPU
+    python -m src.selftest resume --kills 20 -- --config configs/cpu_n1_proc2.yaml --task vision --trainer.max_epochs 2
+
+Everything behind `--` goes to `fit`. It trains once undisturbed and once with SIGKILL at random moments, during saves
+too, and compares weights, optimizer, schedules, counters and every logged row. Exit code 0: bit-identical; 1: not.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from src.checkpoint.compare import differences, outcome
+from src.checkpoint.files import TEMPORARY
+
+# Long enough for a few kills, with a save every few steps.
+SMALL = [
+    *("--config", "configs/cpu.yaml", "--trainer.max_steps", "60", "--trainer.limit_val_batches", "2"),
+    *("--trainer.val_check_interval", "7", "--trainer.log_every_n_steps", "3"),
+]
+SAVES = ["--checkpoint.every_n_steps", "2"]
+SHOWN = 12  # lines on what differs
+
+
+class FailedError(Exception):
+    """A training that should have gone through did not; the text holds its output."""
+
+
+class Training:
+    """One run under a run root of its own, started as often as needed."""
+
+    def __init__(self, root: Path, arguments: list[str]) -> None:
+        self.root, self.run = root, root / "selftest"
+        self.command = [sys.executable, "-m", "src.cli", "fit", *arguments, "--run", "selftest"]
+        self.log = root / "log.txt"
+        root.mkdir()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """In a process group of its own, so that a kill takes every rank."""
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                self.command,
+                env=os.environ | {"RUN_ROOT": str(self.root)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def finish(self) -> float:
+        """Train to the end; returns the seconds from the first step on.
+
+        Raises:
+            FailedError: it ended with another exit code than 0.
+
+        """
+        process = self.start()
+        begun = self._wait_for_training(process)
+        if process.wait():
+            raise FailedError(f"{' '.join(self.command)}\n{self.log.read_text(errors='replace')[-3000:]}")
+        return time.monotonic() - begun
+
+    def kill_after(self, seconds: float) -> bool:
+        """Start and kill every rank that many seconds after training began; False where it was over before."""
+        process = self.start()
+        begun = self._wait_for_training(process)
+        try:
+            process.wait(max(0.0, begun + seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+        if process.returncode:
+            raise FailedError(f"{' '.join(self.command)}\n{self.log.read_text(errors='replace')[-3000:]}")
+        return False
+
+    def _wait_for_training(self, process: subprocess.Popen[bytes]) -> float:
+        """summary.json is written anew when training begins."""
+        summary, started = self.run / "summary.json", time.time()
+        while process.poll() is None and not (summary.exists() and summary.stat().st_mtime > started):
+            time.sleep(0.02)
+        return time.monotonic()
+
+    def half_saved(self) -> bool:
+        """Whether the kill struck in the middle of a save."""
+        return any((self.run / "checkpoints").glob(TEMPORARY.format(name="*")))
+
+
+def resume(folder: Path, arguments: list[str], kills: int, seed: int) -> list[str]:
+    """What differs between the undisturbed and the killed training; [] where nothing does.
+
+    Raises:
+        FailedError: a training failed by itself.
+
+    """
+    whole, killed = Training(folder / "whole", arguments), Training(folder / "killed", arguments)
+    seconds = whole.finish()
+    print(f"undisturbed: {seconds:.1f} s of training", flush=True)
+    chance, done, in_saves = random.Random(seed), 0, 0  # noqa: S311 no secret
+    while done < kills:
+        # On average the kills leave half of the training for the last start, which goes through.
+        if not killed.kill_after(chance.uniform(0, seconds / kills)):
+            print(f"note: the training was over after {done} kills; more steps would take more", flush=True)
+            break
+        done, in_saves = done + 1, in_saves + killed.half_saved()
+        steps = max((path.name for path in killed.run.glob("checkpoints/step=*.ckpt")), default="none")
+        print(f"kill {done} of {kills}{', in a save' if killed.half_saved() else ''}; newest: {steps}", flush=True)
+    if not (killed.run / "DONE").exists():
+        killed.finish()
+    print(f"{done} kills, {in_saves} of them in the middle of a save", flush=True)
+    return list(differences(outcome(whole.run), outcome(killed.run)))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0: bit-identical, 1: not, or a training failed, 2: bad arguments."""
+    argv = sys.argv[1:] if argv is None else argv
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(prog="python -m src.selftest", description="Kill a run, continue it, compare.")
+    parser.add_argument("what", choices=["resume"])
+    parser.add_argument("--kills", type=int, default=5, help="how often to kill it")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
+    settings = parser.parse_args(argv[:split])
+    arguments = argv[split + 1 :] or SMALL
+    if settings.kills < 1:
+        parser.error(f"--kills is {settings.kills}; it must be at least 1")
+    if not any(argument.startswith("--checkpoint.every_n_steps") for argument in arguments):
+        arguments = [*arguments, *SAVES]
+    with tempfile.TemporaryDirectory(prefix="selftest-") as folder:
+        try:
+            found = resume(Path(folder), arguments, settings.kills, settings.seed)
+        except FailedError as error:
+            print(f"error: a training failed by itself: {error}", file=sys.stderr)
+            return 1
+    if not found:
+        print("bit-identical: weights, optimizer, schedules, counters and every logged row")
+        return 0
+    more = f"\n… and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    print("DIFFERENT:\n" + "\n".join(found[:SHOWN]) + more)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

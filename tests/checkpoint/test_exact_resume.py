@@ -1,0 +1,128 @@
+"""A run that goes on from any of its checkpoints ends bit for bit like the run that was never stopped."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from torchmetrics import MeanMetric
+
+from src.callbacks.global_batch import GlobalBatch
+from src.checkpoint.compare import differences
+from src.checkpoint.save import CheckpointSettings, SaveNewest
+from tests.tiny import Line, Rows, loader, quiet_trainer
+
+EVERYTHING = {"random", "lr", "val/loss", "train/mean", "train/metric", "train/loss"}
+
+
+class Augmented(Dataset):
+    """Twenty-two samples, each with noise that is drawn when it is read."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((3,), index / 22) + 0.01 * torch.randn(3) + 0.01 * random.random() + 0.01 * np.random.rand()
+
+
+class Everything(Line):
+    """Draws from every generator, logs step, epoch and torchmetrics means, drops units, steps a schedule per epoch."""
+
+    def __init__(self, plateau: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
+        self.metric, self.plateau = MeanMetric(), plateau
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        loss = (self.net(batch) - 1).square().mean() * (1 + 0.1 * drawn)
+        self.log("random", drawn)
+        self.log("train/mean", loss, on_step=False, on_epoch=True, batch_size=len(batch))
+        self.log("train/max", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.metric(loss.detach())
+        self.log("train/metric", self.metric, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val/loss", self.net(batch).square().mean() + 0.1 * torch.rand(()), batch_size=len(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.net.parameters(), 0.01)
+        if self.plateau:
+            schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "epoch"}}
+
+
+def fit(folder: Path, seed: int, resume: Path | None, workers: int, plateau: bool, **settings: Any) -> tuple[Any, Rows]:
+    """Train; returns all that a checkpoint of the end would hold, and the rows."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    rows, loss = Rows(), GlobalBatch()
+    module = Everything(plateau)
+    saver = SaveNewest(folder, CheckpointSettings(every_n_steps=1, keep=99), {"loss": loss})
+    trainer = quiet_trainer(callbacks=[loss, saver], logger=rows, **settings)
+    train = loader(trainer, Augmented(), 2, train=True, num_workers=workers)
+    trainer.fit(module, train, loader(trainer, Augmented(), 4, train=False), ckpt_path=resume, weights_only=True)
+    state = {
+        "weights": module.state_dict(),
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "schedule": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "epoch": trainer.current_epoch,
+        "step": trainer.global_step,
+    }
+    return state, rows
+
+
+def merged(rows: Rows) -> dict[int, dict[str, float]]:
+    """One dictionary per step."""
+    found: dict[int, dict[str, float]] = {}
+    for step, values in rows.rows:
+        found.setdefault(step or 0, {}).update(values)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "plateau", "settings"),
+    [
+        pytest.param(
+            0, False, {"max_epochs": 3, "val_check_interval": 4, "log_every_n_steps": 3}, id="validation-inside"
+        ),
+        pytest.param(0, True, {"max_epochs": 3}, id="plateau"),
+        pytest.param(0, False, {"max_steps": 26, "limit_train_batches": 9}, id="steps-and-a-limit"),
+        pytest.param(
+            0,
+            False,
+            {"max_epochs": 3, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1, "log_every_n_steps": 2},
+            id="accumulation",
+        ),
+        pytest.param(
+            0,
+            False,
+            {"max_steps": 30, "val_check_interval": 7, "check_val_every_n_epoch": None, "log_every_n_steps": 4},
+            id="validation-over-epochs",
+        ),
+        pytest.param(2, False, {"max_epochs": 2, "val_check_interval": 4}, id="workers"),
+    ],
+)
+def test_every_checkpoint_leads_to_the_same_end(
+    workers: int, plateau: bool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Weights, optimizer, schedule, counters and every row are those of the uninterrupted run."""
+    end, rows = fit(tmp_path / "whole", 1, None, workers, plateau, **settings)
+    expected = merged(rows)
+    assert {key for row in expected.values() for key in row} >= EVERYTHING - {"lr"}
+    checkpoints = sorted((tmp_path / "whole").glob("step=*.ckpt"))
+    assert len(checkpoints) == end["step"]
+    for path in checkpoints[:-1] if workers == 0 else checkpoints[2:-1:4]:
+        step = int(path.stem.removeprefix("step="))
+        resumed, later = fit(tmp_path / path.stem, 99, path, workers, plateau, **settings)
+        assert list(differences(end, resumed)) == [], path.stem
+        wanted = {index: row for index, row in expected.items() if index >= step}
+        assert merged(later) == wanted, path.stem

@@ -1,0 +1,34 @@
+"""The command after a kill: what it ends with is, to the last bit, what it would have ended with."""
+
+from pathlib import Path
+
+import pytest
+
+from src.checkpoint.compare import differences, outcome
+from src.cli import main
+from tests.commands import CPU, SMALL, TWO, cut_back, only_run, train
+
+# Five steps per epoch, three epochs; validation in the middle of each.
+KEEP = ["--checkpoint.every_n_steps", "1", "--checkpoint.keep", "99", "--model.dropout", "0.3", "--data.size", "40"]
+RUN = [*SMALL, *KEEP, "--trainer.max_steps", "14", "--trainer.log_every_n_steps", "3", "--run", "killed"]
+
+
+def test_one_process_ends_as_if_it_had_not_been_killed(run_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in an epoch, between a step and its validation's row, or between epochs: same weights, same rows."""
+    assert main(["fit", *CPU, *RUN]) == 0
+    whole = outcome(only_run(run_root))
+    for step in (3, 5, 12):
+        root = run_root.parent / f"again-{step}"
+        copy = cut_back(run_root / "killed", step, root)
+        monkeypatch.setenv("RUN_ROOT", str(root))
+        assert main(["fit", *CPU, *RUN]) == 0
+        assert list(differences(outcome(copy), whole)) == [], step
+
+
+def test_two_processes_end_as_if_they_had_not_been_killed(tmp_path: Path) -> None:
+    """Each rank's own random numbers come back: dropout on both goes on where it was."""
+    train(tmp_path / "whole", "fit", *TWO, *RUN)
+    copy = cut_back(tmp_path / "whole/killed", 7, tmp_path / "again")
+    done = train(tmp_path / "again", "fit", *TWO, *RUN)
+    assert "continues from step 7" in done.stdout
+    assert list(differences(outcome(copy), outcome(tmp_path / "whole/killed"))) == []
