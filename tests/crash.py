@@ -1,7 +1,13 @@
-"""A module that breaks at a chosen step."""
+"""Modules that break at a chosen step."""
+
+import os
+import signal
+from pathlib import Path
 
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
+
+from tests.small_task import SmallModule
 
 
 class CrashAtStep(BoringModel):
@@ -15,3 +21,17 @@ class CrashAtStep(BoringModel):
         if self.global_step == self.crash_at:
             raise RuntimeError("this step breaks on purpose")
         return super().training_step(batch, batch_idx)["loss"]  # type: ignore[index]
+
+
+class KilledAtStep(SmallModule):
+    """SmallModule whose process gets SIGKILL, once for each marker, before the first pass behind a step."""
+
+    def __init__(self, markers: dict[int, str], **settings: float) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.markers = {step: Path(path) for step, path in markers.items()}
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        marker = self.markers.get(self.global_step)
+        if marker and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,11 @@
 """The command after a kill: what it ends with is, to the last bit, what it would have ended with."""
 
+import json
+import signal
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from src.checkpoint.compare import differences, outcome
 from src.cli import main
@@ -23,6 +26,26 @@ def test_one_process_ends_as_if_it_had_not_been_killed(run_root: Path, monkeypat
         monkeypatch.setenv("RUN_ROOT", str(root))
         assert main(["fit", *CPU, *RUN]) == 0
         assert list(differences(outcome(copy), whole)) == [], step
+
+
+def test_a_kill_right_after_a_save_loses_no_row(tmp_path: Path) -> None:
+    """The row and the events of the newest saved step are on disk before its checkpoint is."""
+    rows, module = ["--trainer.log_every_n_steps", "1"], ["--model", "tests.crash.KilledAtStep"]
+    command = ["fit", *CPU, *RUN, *rows, *module, "--model.markers"]
+    train(tmp_path / "whole", *command, "{}")
+    markers = json.dumps({step: str(tmp_path / f"killed-{step}") for step in (4, 9)})
+    for _ in range(2):
+        assert train(tmp_path / "again", *command, markers, check=False).returncode == -signal.SIGKILL
+    train(tmp_path / "again", *command, markers)
+    again, whole = (tmp_path / name / "killed" for name in ("again", "whole"))
+    assert list(differences(outcome(again), outcome(whole))) == []
+    assert events(again) == events(whole)
+
+
+def events(run: Path) -> list[tuple[int, float]]:
+    """(step, train/loss) as TensorBoard shows them."""
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in board.Scalars("train/loss")]
 
 
 def test_two_processes_end_as_if_they_had_not_been_killed(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from lightning import Trainer
 
 
 def at_step_boundaries(trainer: Trainer, act: Callable[[], None]) -> None:
-    """Call `act` before the batch of each optimizer step is fetched, and let a resumed run begin at just that moment.
+    """Call `act` before each batch is fetched, and let a run that is resumed from there begin at just that moment.
 
-    There, all that follows from the step before is done (validation, schedules, metrics, the end of an epoch), and
-    nothing of the next one is begun: no batch is drawn from the loader, and no random number for it. Lightning has no
-    hook there: `on_train_batch_end` comes before the validation that belongs to the step, `on_train_batch_start` after
+    Where a step has just ended, all that follows from it is done (validation, schedules, metrics, the end of an epoch),
+    and nothing of the next one is begun: no batch is drawn from the loader, and no random number. Lightning has no hook
+    there: `on_train_batch_end` comes before the validation that belongs to the step, `on_train_batch_start` after
     the next batch has been drawn.
 
     Lightning resumes from whatever hook a state was saved in, and to that end skips a validation or leaves schedules
@@ -29,8 +29,7 @@ def at_step_boundaries(trainer: Trainer, act: Callable[[], None]) -> None:
             loop.val_loop.batch_progress.reset_on_run()
 
     def act_before_fetch() -> None:
-        if loop.batch_progress.current.completed % trainer.accumulate_grad_batches == 0:
-            act()
+        act()
         before_fetch(loop)
 
     loop.reset = reset_and_go_on  # type: ignore[method-assign]

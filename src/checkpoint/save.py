@@ -122,6 +122,12 @@ class SaveNewest(Callback):
 
     def _save(self, trainer: Trainer) -> None:
         path = self.folder / f"step={trainer.global_step:08d}.ckpt"
+        for logger in trainer.loggers:
+            # A run that goes on from this state logs nothing again of what came before it.
+            logger.save()
+            flush = getattr(getattr(logger, "experiment", None), "flush", None)
+            if callable(flush):
+                flush()  # TensorBoard keeps two minutes of events to itself
         # Collective: every rank takes part, whichever of them writes.
         trainer.save_checkpoint(path)
         self._saved_step = trainer.global_step

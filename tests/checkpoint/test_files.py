@@ -145,8 +145,11 @@ class Heavy(Line):
         super().__init__()
         self.ballast = torch.nn.Parameter(torch.zeros(1_000_000), requires_grad=False)
         self.limit, self.full = limit, full
+        self.best_there: dict[int, list[str]] = {}
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        folder = Path(str(self.trainer.checkpoint_callback.dirpath))  # type: ignore[union-attr]
+        self.best_there |= {self.global_step: [path.name for path in folder.glob("best-*")]}
         self.limit(2**20 if self.global_step in self.full else resource.RLIM_INFINITY)
 
 
@@ -161,7 +164,9 @@ def test_a_full_disk_costs_a_save_and_nothing_else(
     tmp_path: Path, limit: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Training goes on, each failed save is said, older files stay until a newer one is whole, no scrap is left."""
-    fit(tmp_path, Heavy(limit, range(4, 8)))
+    module = Heavy(limit, range(4, 8))
+    fit(tmp_path, module)
+    assert module.best_there[5] == module.best_there[7] == ["best-step=00000003.ckpt"]
     said = capsys.readouterr().out
     assert "step 6 could not be saved" in said
     assert "older checkpoints stay" in said

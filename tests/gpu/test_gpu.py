@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from src.callbacks.throughput import peak_flops
-from tests.commands import SMALL, TASK, TORCHRUN, losses, only_run, read_json, rows, train, weights
+from src.checkpoint.compare import differences, outcome
+from tests.commands import SMALL, TASK, TORCHRUN, cut_back, losses, only_run, read_json, rows, train, weights
 from tests.small_task import SmallModule
 
 pytestmark = pytest.mark.gpu
@@ -80,6 +81,25 @@ def test_compiled_blocks_give_the_same_curve(tmp_path: Path) -> None:
         train(tmp_path, "fit", *ONE, *SMALL, "--compile", name, "--run", name)
     assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), abs=0.02)
     assert weights(tmp_path / "true").keys() == weights(tmp_path / "false").keys()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param([*ONE, "--trainer.precision", "bf16-mixed"], id="one"),
+        pytest.param([*ONE, "--trainer.precision", "16-mixed"], id="one-fp16"),
+        pytest.param([*TWO, "--trainer.precision", "bf16-mixed"], id="two", marks=two_gpus),
+    ],
+)
+def test_a_killed_run_ends_as_if_it_had_not_been_killed(shape: list[str], tmp_path: Path) -> None:
+    """Dropout on every GPU, the loss scale and the rows go on bit for bit, given deterministic kernels."""
+    keep = ["--checkpoint.every_n_steps", "1", "--checkpoint.keep", "99", "--model.dropout", "0.3", "--data.size", "40"]
+    steps = ["--trainer.max_steps", "12", "--trainer.log_every_n_steps", "3", "--trainer.deterministic", "true"]
+    command = ["fit", *shape, *SMALL, *keep, *steps, "--run", "killed"]
+    train(tmp_path / "whole", *command)
+    copy = cut_back(tmp_path / "whole/killed", 7, tmp_path / "again")
+    assert "continues from step 7" in train(tmp_path / "again", *command).stdout
+    assert list(differences(outcome(copy), outcome(tmp_path / "whole/killed"))) == []
 
 
 @two_gpus
