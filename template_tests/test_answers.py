@@ -198,6 +198,7 @@ def test_typed_answers_are_taken_literally(repo: Path, tmp_path: Path) -> None:
         "project_slug": "typed",
         "license": "2",
         "task": "2",
+        "cluster": "2",
     }
     typed = [answers.get(key, "") for key in QUESTIONS if not key.startswith("_")]
     done = subprocess.run(
@@ -217,3 +218,4 @@ def test_typed_answers_are_taken_literally(repo: Path, tmp_path: Path) -> None:
         assert (text["__prompt__"] if isinstance(text, dict) else text).split("(")[0] in " ".join(done.stdout.split())
     assert f"cd {project}" in done.stdout
     assert "make train" in done.stdout
+    assert "python slurm/cluster.py" in done.stdout

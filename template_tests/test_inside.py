@@ -46,8 +46,11 @@ def without(tasks: list[str], repo: Path, out: Path) -> Path:
     git(project, "init", "--quiet")
     git(project, "add", "--all")
     git(project, "commit", "--quiet", "--message", "First")
+    lines = (project / "README.md").read_text().splitlines()
+    (command,) = [line.strip() for line in lines if line.startswith("    T=")]
     for task in tasks:
-        git(project, "rm", "--quiet", "-r", f"src/tasks/{task}", f"configs/tasks/{task}.yaml", f"tests/tasks/{task}")
+        run("bash", "-c", re.sub("^T=[a-z]+;", f"T={task};", command), cwd=project)
+        assert not (project / f"configs/tasks/{task}.yaml").exists()
     return project
 
 
