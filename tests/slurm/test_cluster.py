@@ -90,27 +90,6 @@ def test_every_file_in_configs_clusters_loads(name: str, shipped: Path) -> None:
     assert load_cluster(name, shipped).name == name
 
 
-@pytest.mark.skipif(not (ROOT / "cookiecutter.json").exists(), reason="a project's cluster files are its own")
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("local", {"accelerator": "cpu", "gpu_type": "a100", "gpus_per_node": 4, "mem": "0", "needs": ()}),
-        ("generic", {"gpu_request": "gpus-per-node", "time": timedelta(hours=2, minutes=59), "partition": None}),
-        ("gilbreth", {"gpus_per_node": 4, "cpus_per_gpu": 16, "partition": "a100-80gb", "time": timedelta(days=2)}),
-        ("rivanna", {"gpu_request": "gres", "gpu_type": "a100", "time": timedelta(hours=2, minutes=59)}),
-        ("supercloud", {"gpu_request": "gres", "gpu_type": "volta", "gpus_per_node": 2, "time": timedelta(hours=12)}),
-    ],
-)
-def test_the_template_s_files_say_what_is_known_and_no_more(
-    name: str, values: dict[str, object], shipped: Path
-) -> None:
-    """No warning, nobody's account, no NCCL variable but NCCL_DEBUG=WARN; request, partition and time of the site."""
-    cluster = load_cluster(name, shipped)
-    assert {key: getattr(cluster, key) for key in values} == values
-    assert (cluster.warnings, cluster.account) == ((), None)
-    assert all(set(variables.items()) <= {("NCCL_DEBUG", "WARN")} for variables in cluster.nccl.values())
-
-
 def test_a_file_becomes_typed_fields(write: Write) -> None:
     """Numbers, times, the GPU table and NCCL's sections arrive as what they are."""
     cluster = load_cluster("alpha", write())
