@@ -22,7 +22,7 @@ class MetricsCSV(Logger):
         self.path = path
         self.columns: list[str] = []
         self._row: dict[str, Any] = {}
-        self._saved: int | None = None  # the step whose row was written early
+        self._flushed: int | None = None  # the step whose row was written early
         if path.exists():
             with path.open(newline="") as file:
                 self.columns = next(csv.reader(file), [])
@@ -46,19 +46,23 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Add `metrics` to the row of `step`; a row is written when the next step's begins, or by `save`."""
+        """Add `metrics` to the row of `step`; a row is written when the next step's begins, or by `flush`."""
         step = 0 if step is None else step
         if self._row and self._row["step"] != step:
             self._write()
-        elif self._saved == step and not self._row:
+        elif self._flushed == step and not self._row:
             self.rewind(step + 1)  # the row grows after all
         self._row = {"step": step} | self._row | {key: float(value) for key, value in metrics.items()}
 
     @rank_zero_only
     def save(self) -> None:
+        """Do nothing: Lightning calls it after each metric, and the row of this step may still grow."""
+
+    @rank_zero_only
+    def flush(self) -> None:
         """Write the row that is still open: the state of a step must not outlive the step's row. It may grow later."""
         if self._row:
-            self._saved = self._row["step"]
+            self._flushed = self._row["step"]
             self._write()
 
     @rank_zero_only

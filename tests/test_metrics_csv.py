@@ -64,16 +64,17 @@ def test_a_killed_run_keeps_all_but_the_open_row(path):
     rows = MetricsCSV(path)
     for step in range(3):
         rows.log_metrics({"a": step}, step)
+        rows.save()
     assert [row["step"] for row in table(path)] == ["0", "1"]
 
 
-def test_a_saved_row_is_on_disk_and_may_still_grow(path):
-    """`save` writes the open row, for the state of its step must not outlive it; a later metric joins that row."""
+def test_a_flushed_row_is_on_disk_and_may_still_grow(path):
+    """`flush` writes the open row, for the state of its step must not outlive it; a later metric joins that row."""
     rows = MetricsCSV(path)
     for step in range(2):
         rows.log_metrics({"a": step}, step)
-        rows.save()
-        rows.save()
+        rows.flush()
+        rows.flush()
         assert [row["step"] for row in table(path)] == [str(number) for number in range(step + 1)]
     rows.log_metrics({"val/b": 2}, 1)
     rows.log_metrics({"a": 2}, 2)

@@ -124,8 +124,7 @@ class SaveNewest(Callback):
         path = self.folder / f"step={trainer.global_step:08d}.ckpt"
         for logger in trainer.loggers:
             # A run that goes on from this state logs nothing again of what came before it.
-            logger.save()
-            flush = getattr(getattr(logger, "experiment", None), "flush", None)
+            flush = getattr(logger, "flush", None) or getattr(getattr(logger, "experiment", None), "flush", None)
             if callable(flush):
                 flush()  # TensorBoard keeps two minutes of events to itself
         # Collective: every rank takes part, whichever of them writes.
