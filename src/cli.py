@@ -34,8 +34,8 @@ from src.callbacks.progress import Progress
 from src.callbacks.run_record import RunRecord
 from src.callbacks.termination import EXIT_TERMINATED, Termination
 from src.callbacks.throughput import Throughput
-from src.checkpoint.files import WholeFiles
 from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, with_defaults
 from src.errors import AgreedError, UserError, from_settings, hint
 from src.metrics_csv import MetricsCSV

@@ -3,10 +3,7 @@
 import traceback
 from pathlib import Path
 
-import jsonargparse
-import lightning
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class UserError(Exception):
@@ -28,6 +25,10 @@ def from_settings(error: Exception) -> bool:
 
     Such an error (`val_check_interval` beyond the epoch, EarlyStopping without a metric) is bad input, not a crash.
     """
+    import jsonargparse  # these take seconds, and commands that only read files must start fast
+    import lightning
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
     if not isinstance(error, MisconfigurationException | ValueError | TypeError | RuntimeError | ArithmeticError):
         return False
     here = Path(__file__).parent

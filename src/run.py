@@ -11,33 +11,22 @@ runs/<name>/config.yaml      the merged configuration; feed it back with --confi
 """
 
 import datetime
+import difflib
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
-import re
-import shutil
 import socket
-import subprocess
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 import yaml
 
 from src.checkpoint.choose import newest
 from src.checkpoint.files import clear_temporary, fault
 from src.errors import UserError
-
-NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - names to warn about, not to write to
-NODE_LOCAL_VARIABLES = ("TMPDIR", "SLURM_TMPDIR", "LOCAL_SCRATCH", "SLURM_SCRATCH")
-VANISHING_FILESYSTEMS = ("overlay", "tmpfs", "ramfs")
-DIFF_LIMIT = 2**20  # bytes of code.diff; a larger one is data in git, not code
+from src.storage import require_room, run_root
 
 
 @dataclass
@@ -75,72 +64,6 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
-
-
-def run_root() -> tuple[Path, list[str]]:
-    """Where runs live, `$RUN_ROOT` or ./runs, made if need be; and what is doubtful about it.
-
-    Raises:
-        UserError: it cannot be made or written to.
-
-    """
-    given = os.environ.get("RUN_ROOT")
-    root = Path(given or "runs").expanduser()
-    notes = []
-    if given and not root.is_absolute():
-        notes.append(f"RUN_ROOT {given} is relative and means {root.absolute()} here; another folder elsewhere")
-    root = root.absolute()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".writable-{socket.gethostname()}-{os.getpid()}"
-        probe.touch()
-        probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"the run root {root} cannot be written to ({error.strerror}): set RUN_ROOT to a folder on scratch"
-        ) from error
-    if why := _vanishes(root):
-        notes.append(f"the run root {root} is {why}: set RUN_ROOT to a folder that outlives this machine")
-    return root, notes
-
-
-def _vanishes(root: Path) -> str | None:
-    """Why this folder will not be there tomorrow, or on another node; None where nothing says so."""
-    resolved = root.resolve()
-    local = [Path(value) for name in NODE_LOCAL_VARIABLES if (value := os.environ.get(name))]
-    for folder in [*map(Path, NODE_LOCAL), *local]:
-        if resolved.is_relative_to(folder):
-            return f"node-local ({folder})"
-    kind = filesystem(resolved)
-    return f"on the container's or node's own {kind} file system" if kind in VANISHING_FILESYSTEMS else None
-
-
-def filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that holds `path`; "" where the system does not say."""
-    if not mounts.exists():
-        return ""
-    best, kind = "", ""
-    for line in mounts.read_text().splitlines():
-        _, point, name, *_ = line.split()
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)  # a space is \040 there
-        if path.is_relative_to(point) and len(point) >= len(best):
-            best, kind = point, name
-    return kind
-
-
-def require_room(root: Path, checkpoint_bytes: int) -> None:
-    """Two checkpoints must fit: the old one is deleted only after the new one is there.
-
-    Raises:
-        UserError: how much is needed and how much is free.
-
-    """
-    free = shutil.disk_usage(root).free
-    if free < 2 * checkpoint_bytes:
-        raise UserError(
-            f"{root} has {free / 2**30:.1f} GiB free and two checkpoints take {2 * checkpoint_bytes / 2**30:.1f} GiB: "
-            "make room or set RUN_ROOT to a larger disk"
-        )
 
 
 def open_run(name: str | None, task: str, config: str, checkpoint_bytes: int) -> Run:
@@ -206,9 +129,9 @@ def _lock(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.seek(0)
-        owner = lock.read().strip()
+        holder = lock.read().strip()
         lock.close()
-        raise UserError(f"run {folder.name} is being trained right now by {owner}") from error
+        raise UserError(f"run {folder.name} is being trained right now by {holder}") from error
     except OSError:  # a file system without locks
         lock.close()
         return
@@ -216,6 +139,21 @@ def _lock(folder: Path) -> None:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     _locks[folder] = lock
+
+
+def owner(folder: Path) -> str | None:
+    """Which process trains this run right now; None where nobody does, as far as this machine can see."""
+    path = folder / ".lock"
+    if not path.exists():
+        return None
+    with path.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.read().strip()
+        except OSError:  # a file system without locks
+            return None
+    return None
 
 
 def release() -> None:
@@ -297,12 +235,8 @@ def find_run(name: str | None, model: Any) -> Run:
 
     """
     root, _ = run_root()
-    _check_name(name)
     if name is not None:
-        folder = root / name
-        if not folder.is_dir():
-            there = ", ".join(path.name for path in newest_first(root)[:5]) or "none"
-            raise UserError(f"there is no run {name!r} in {root}; the newest there: {there}")
+        folder = existing_run(root, name)
     else:
         folders = [path for path in newest_first(root) if _model_of(path) == model]
         if not folders:
@@ -318,6 +252,23 @@ def find_run(name: str | None, model: Any) -> Run:
     return Run(str(folder), "evaluated", str(found[0]))
 
 
+def existing_run(root: Path, name: str) -> Path:
+    """The directory of the run called `name`.
+
+    Raises:
+        UserError: there is none; the text says where it looked, which names are like it, or which are the newest.
+
+    """
+    _check_name(name)
+    folder = root / name
+    if not folder.is_dir():
+        there = [path.name for path in newest_first(root)]
+        near = difflib.get_close_matches(name, there, n=3)
+        known = f"like it: {', '.join(near)}" if near else f"the newest there: {', '.join(there[:5]) or 'none'}"
+        raise UserError(f"there is no run {name!r} in {root}; {known}")
+    return folder
+
+
 def newest_first(root: Path) -> list[Path]:
     """The runs in `root`, the one that was started last first."""
     runs = [path for path in root.iterdir() if (path / "config.yaml").exists()]
@@ -331,46 +282,3 @@ def newest_first(root: Path) -> list[Path]:
 def _model_of(folder: Path) -> Any:
     path = folder / "config.yaml"
     return (yaml.safe_load(path.read_text()) or {}).get("model") if path.exists() else None
-
-
-def git(*arguments: str) -> str | None:
-    """What git says about the code that runs; None outside a repository or without git."""
-    try:
-        result = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, errors="replace", timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout if result.returncode == 0 else None
-
-
-def describe_start(run: Run, cards: Iterable[str]) -> dict[str, Any]:
-    """The part of manifest.json that is about code and machine; writes code.diff where the tree is dirty.
-
-    Environment variables are left out: they hold secrets.
-    """
-    diff = git("diff", "HEAD", "--no-color") or ""
-    status = git("status", "--porcelain")
-    untracked = [line[3:] for line in (status or "").splitlines() if line.startswith("??")]
-    if diff:
-        write_text(
-            run.path / "code.diff", diff if len(diff) <= DIFF_LIMIT else f"{len(diff)} bytes, too large to keep\n"
-        )
-    versions = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
-    return {
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "folder": os.getcwd(),
-        "commit": (git("rev-parse", "HEAD") or "").strip() or None,
-        "dirty": bool(status),
-        "diff": "code.diff" if diff else None,
-        "untracked": untracked,
-        "python": platform.python_version(),
-        "packages": dict(sorted(versions.items(), key=lambda item: item[0].lower())),
-        "host": socket.gethostname(),
-        "slurm_job": os.environ.get("SLURM_JOB_ID"),
-        "cpus": os.cpu_count(),
-        "cards": list(cards),
-        "cuda": torch.version.cuda,
-        "platform": platform.platform(),
-        "argv": sys.argv,
-    }

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from src import run as module
+from src import storage
 from src.errors import UserError
-from src.run import Run, describe_start, filesystem, find_run, newest_first, open_run, require_room, run_root
+from src.manifest import describe_start
+from src.run import Run, find_run, newest_first, open_run
+from src.storage import filesystem, require_room, run_root
 
 CONFIG = "model:\n  width: 8\nseed_everything: 1\n"
 
@@ -18,9 +21,9 @@ CONFIG = "model:\n  width: 8\nseed_everything: 1\n"
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
     """A run root that nothing is doubtful about, wherever the tests keep their files."""
-    monkeypatch.setattr(module, "NODE_LOCAL", ())
-    monkeypatch.setattr(module, "filesystem", lambda _: "lustre")
-    for name in module.NODE_LOCAL_VARIABLES:
+    monkeypatch.setattr(storage, "NODE_LOCAL", ())
+    monkeypatch.setattr(storage, "filesystem", lambda _: "lustre")
+    for name in storage.NODE_LOCAL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "scratch"))
     return tmp_path / "scratch"
@@ -83,7 +86,7 @@ def test_a_node_local_run_root_is_said(monkeypatch, tmp_path, name):
 @pytest.mark.parametrize(("kind", "noted"), [("overlay", True), ("tmpfs", True), ("nfs4", False), ("ext4", False)])
 def test_a_file_system_that_vanishes_is_said(monkeypatch, kind, noted):
     """A run root on a container's or in-memory file system gets a note, one on a disk does not."""
-    monkeypatch.setattr(module, "filesystem", lambda _: kind)
+    monkeypatch.setattr(storage, "filesystem", lambda _: kind)
     assert [f"own {kind} file system" in note for note in run_root()[1]] == [True] * noted
 
 

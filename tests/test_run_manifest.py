@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from src import run as module
-from src.run import Run, describe_start
+from src import manifest as module
+from src.manifest import describe_start
+from src.run import Run
 
 
 @pytest.fixture

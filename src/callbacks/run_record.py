@@ -9,8 +9,9 @@ from lightning import Callback, LightningModule, Trainer
 from src.callbacks.throughput import Throughput, peak_memory
 from src.checkpoint.save import SaveBest
 from src.errors import AgreedError
+from src.manifest import describe_start
 from src.precision import refuse_mixed_cards
-from src.run import Run, describe_start
+from src.run import Run
 
 REFRESH = 30  # seconds between two summaries while training
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from src.checkpoint.choose import newest
-from src.checkpoint.files import WholeFiles, clear_temporary, fault, steps_inside
+from src.checkpoint.files import clear_temporary, fault, steps_inside
 from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from src.checkpoint.write import WholeFiles
 from tests.commands import ROOT
 from tests.tiny import Line, loaders, quiet_trainer
 
@@ -24,7 +25,7 @@ DATA = torch.linspace(-1, 1, 24)[:, None]
 SAVERS = """
 import os, sys, torch
 from pathlib import Path
-from src.checkpoint.files import WholeFiles
+from src.checkpoint.write import WholeFiles
 folder, files = Path(sys.argv[1]), WholeFiles()
 
 def save_for_ever():

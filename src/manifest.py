@@ -1,0 +1,61 @@
+"""How a run was started: code, versions and machine, as manifest.json keeps them."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from src.run import Run, write_text
+
+DIFF_LIMIT = 2**20  # bytes of code.diff; a larger one is data in git, not code
+
+
+def git(*arguments: str) -> str | None:
+    """What git says about the code that runs; None outside a repository or without git."""
+    try:
+        result = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, errors="replace", timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout if result.returncode == 0 else None
+
+
+def describe_start(run: Run, cards: Iterable[str]) -> dict[str, Any]:
+    """The part of manifest.json that is about code and machine; writes code.diff where the tree is dirty.
+
+    Environment variables are left out: they hold secrets.
+    """
+    diff = git("diff", "HEAD", "--no-color") or ""
+    status = git("status", "--porcelain")
+    untracked = [line[3:] for line in (status or "").splitlines() if line.startswith("??")]
+    if diff:
+        write_text(
+            run.path / "code.diff", diff if len(diff) <= DIFF_LIMIT else f"{len(diff)} bytes, too large to keep\n"
+        )
+    versions = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "folder": os.getcwd(),
+        "commit": (git("rev-parse", "HEAD") or "").strip() or None,
+        "dirty": bool(status),
+        "diff": "code.diff" if diff else None,
+        "untracked": untracked,
+        "python": platform.python_version(),
+        "packages": dict(sorted(versions.items(), key=lambda item: item[0].lower())),
+        "host": socket.gethostname(),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "cpus": os.cpu_count(),
+        "cards": list(cards),
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "argv": sys.argv,
+    }

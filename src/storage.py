@@ -1,0 +1,79 @@
+"""Where runs live: a folder that can be written to, has room, and outlives this machine."""
+
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+from src.errors import UserError
+
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - names to warn about, not to write to
+NODE_LOCAL_VARIABLES = ("TMPDIR", "SLURM_TMPDIR", "LOCAL_SCRATCH", "SLURM_SCRATCH")
+VANISHING_FILESYSTEMS = ("overlay", "tmpfs", "ramfs")
+
+
+def run_root() -> tuple[Path, list[str]]:
+    """Where runs live, `$RUN_ROOT` or ./runs, made if need be; and what is doubtful about it.
+
+    Raises:
+        UserError: it cannot be made or written to.
+
+    """
+    given = os.environ.get("RUN_ROOT")
+    root = Path(given or "runs").expanduser()
+    notes = []
+    if given and not root.is_absolute():
+        notes.append(f"RUN_ROOT {given} is relative and means {root.absolute()} here; another folder elsewhere")
+    root = root.absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".writable-{socket.gethostname()}-{os.getpid()}"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the run root {root} cannot be written to ({error.strerror}): set RUN_ROOT to a folder on scratch"
+        ) from error
+    if why := _vanishes(root):
+        notes.append(f"the run root {root} is {why}: set RUN_ROOT to a folder that outlives this machine")
+    return root, notes
+
+
+def _vanishes(root: Path) -> str | None:
+    """Why this folder will not be there tomorrow, or on another node; None where nothing says so."""
+    resolved = root.resolve()
+    local = [Path(value) for name in NODE_LOCAL_VARIABLES if (value := os.environ.get(name))]
+    for folder in [*map(Path, NODE_LOCAL), *local]:
+        if resolved.is_relative_to(folder):
+            return f"node-local ({folder})"
+    kind = filesystem(resolved)
+    return f"on the container's or node's own {kind} file system" if kind in VANISHING_FILESYSTEMS else None
+
+
+def filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the file system that holds `path`; "" where the system does not say."""
+    if not mounts.exists():
+        return ""
+    best, kind = "", ""
+    for line in mounts.read_text().splitlines():
+        _, point, name, *_ = line.split()
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)  # a space is \040 there
+        if path.is_relative_to(point) and len(point) >= len(best):
+            best, kind = point, name
+    return kind
+
+
+def require_room(root: Path, checkpoint_bytes: int) -> None:
+    """Two checkpoints must fit: the old one is deleted only after the new one is there.
+
+    Raises:
+        UserError: how much is needed and how much is free.
+
+    """
+    free = shutil.disk_usage(root).free
+    if free < 2 * checkpoint_bytes:
+        raise UserError(
+            f"{root} has {free / 2**30:.1f} GiB free and two checkpoints take {2 * checkpoint_bytes / 2**30:.1f} GiB: "
+            "make room or set RUN_ROOT to a larger disk"
+        )
