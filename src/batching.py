@@ -280,12 +280,30 @@ class GlobalBatchLoader:
     def state_dict(self) -> dict[str, int]:
         """Where in the epoch it is, in samples of all ranks; Lightning keeps it in the checkpoint."""
         done = self._done if self._done_in == self.sampler.epoch else 0
-        return {"epoch": self.sampler.epoch, "samples": min(done * self.sampler.chunk, self.sampler.size)}
+        samples = min(done * self.sampler.chunk, self.sampler.size)
+        return {"epoch": self.sampler.epoch, "samples": samples, "size": self.sampler.size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on there, if that epoch is not over."""
+        """Go on there, if that epoch is not over.
+
+        Raises:
+            UserError: the data set is shorter than that.
+
+        """
+        before, samples = state.get("size", self.sampler.size), state["samples"]
+        if samples > self.sampler.size:
+            raise UserError(
+                f"the data set has {self.sampler.size} samples, and the checkpoint is behind sample {samples} of the "
+                f"{before} it had: give the run its data back, or start another one (--fresh)"
+            )
+        if before != self.sampler.size:
+            rank_zero_only(print)(
+                f"note: the data set had {before} samples and has {self.sampler.size} now: samples of this epoch may "
+                "come again or be left out"
+            )
+            samples = 0 if samples == before else samples  # that epoch was over
         self._resumed = state["epoch"]
-        self.sampler.start = state["samples"] % self.sampler.size // self.sampler.chunk
+        self.sampler.start = samples % self.sampler.size // self.sampler.chunk
 
 
 def stop_workers(loaders: Any) -> None:

@@ -8,6 +8,8 @@
 
 import logging
 import os
+import pickle
+import re
 import shlex
 import signal
 import sys
@@ -18,11 +20,10 @@ from typing import Any
 
 import torch
 import yaml
-from jsonargparse import ArgumentError, Namespace
+from jsonargparse import ActionYesNo, ArgumentError, Namespace
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from src.agreement import agree
@@ -34,16 +35,21 @@ from src.callbacks.progress import Progress
 from src.callbacks.run_record import RunRecord
 from src.callbacks.termination import EXIT_TERMINATED, Termination
 from src.callbacks.throughput import Throughput
-from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from src.changes import ESSENTIAL
+from src.checkpoint.best import SaveBest
+from src.checkpoint.save import SaveNewest
+from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, with_defaults
 from src.errors import AgreedError, UserError, from_settings, hint
-from src.metrics_csv import MetricsCSV
+from src.files import write_text
+from src.loggers import keep_wandb_run, run_loggers
 from src.resolution import class_name, resolve
-from src.run import Run, find_run, open_run, release, write_text
+from src.run import Run, find_run, open_run, release
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from src.trainer import ProjectTrainer
 
+OF_ONE_START = ("run", "allow_changed", "fresh")  # options that are no part of an experiment
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130  # Ctrl-C
 
@@ -52,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input, 65 no whole checkpoint)."""
     argv = sys.argv[1:] if argv is None else argv
     quieten()
+    prepare()
     try:
         cli = ProjectCLI(argv)
     except UserError as error:
@@ -91,6 +98,15 @@ def _crash(error: Exception) -> int:
     """One line for what is not the code's fault, else the traceback and what may help."""
     if from_settings(error):
         return _complain(UserError(str(error)))
+    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
+        what = str(error).replace("\n", " ")
+        found = re.search(r"Unsupported global: GLOBAL (\S+)", what)
+        return _complain(
+            UserError(
+                f"the checkpoint holds more than tensors and plain types ({found[1] if found else what[:200]}), and "
+                "loading that could run code: if you trust where it comes from, --weights_only false"
+            )
+        )
     if "Error(s) in loading state_dict" in str(error):
         text = f"the checkpoint is of another model, give the --model settings it was trained with: {error}"
         return _complain(UserError(text[:500]))
@@ -106,6 +122,15 @@ def _complain(error: UserError) -> int:
     if met or int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
     return error.exit_code
+
+
+def prepare() -> None:
+    """What PyTorch reads from the environment when the GPU is first used; the user's own settings stay."""
+    # A save copies the state into page-locked memory, whose first 15 GB took 9.4 s to get, and so 3.0 s (H100).
+    pinned = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "pinned_" not in given:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"{given},{pinned}".strip(",")
 
 
 def quieten() -> None:
@@ -152,6 +177,16 @@ class ProjectCLI(LightningCLI):
         parser.add_argument(
             "--run", type=str | None, default=None, help="name of the run; an existing one is continued"
         )
+        parser.add_argument(
+            "--allow_changed",
+            "--allow-changed",
+            type=str | None,
+            default=None,
+            help=f"continue a run although these have changed, with commas between: {', '.join(ESSENTIAL)}",
+        )
+        parser.add_argument(
+            "--fresh", action=ActionYesNo, default=False, help="start another run, NAME-2, if --run NAME is there"
+        )
         parser.add_argument("--global_batch_size", type=int | None, help="samples per optimizer step over all devices")
         parser.add_argument("--micro_batch_size", type=int | None, help="samples per device and pass")
         parser.add_argument("--compile", type=bool, default=False, help="compile the model block by block")
@@ -195,7 +230,8 @@ class ProjectCLI(LightningCLI):
         """The configuration as given, without the run's name: fed back with --config it starts a run of its own."""
         config = self.settings.clone()
         config.pop("config", None)
-        config["run"] = None
+        for name in OF_ONE_START:
+            config[name] = self._parser(self.subcommand).get_default(name)
         return self._parser(self.subcommand).dump(config, skip_validation=True)
 
     # --- build ---
@@ -250,7 +286,8 @@ class ProjectCLI(LightningCLI):
         if self.settings.compile:
             compile_blocks(self.model)
         arguments = self._prepare_subcommand_kwargs(self.command)
-        arguments["weights_only"] = True  # tensors and plain types: a checkpoint must not run code
+        # Tensors and plain types: a checkpoint must not run code, unless the user trusts this one.
+        arguments["weights_only"] = arguments["weights_only"] is not False or not arguments["ckpt_path"]
         try:
             if self.command == "fit" and self.settings.trainer.fast_dev_run:
                 self.trainer.fit(**arguments)
@@ -285,7 +322,10 @@ class ProjectCLI(LightningCLI):
         if start and not Path(start).is_file():
             raise UserError(f"--ckpt_path {start}: no such file; a run is continued by its name alone, --run")
         size = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3  # weights and two Adam moments
-        run = agree(self.trainer, lambda: open_run(name, task, self.config_text, size))
+        choice = {"allowed": self.settings.allow_changed, "fresh": self.settings.fresh}
+        facts = self._facts(task) | {"world_size": self.here.shape.world_size}
+        essentials = {name: facts[name] for name in ESSENTIAL}
+        run = agree(self.trainer, lambda: open_run(name, task, self.config_text, size, essentials=essentials, **choice))
         if run.state == "finished":
             if self.trainer.is_global_zero:
                 print(f"run {run.name} is finished (step {run.step}), nothing to do: {run.folder}")
@@ -312,12 +352,9 @@ class ProjectCLI(LightningCLI):
 
     def _attach(self, run: Run, task: str) -> RunRecord:
         """Loggers, checkpoints and the rest that needs the run directory."""
-        rows = MetricsCSV(run.path / "metrics.csv")
-        rows.rewind(run.step)
-        purge = run.step if run.state == "continued" else None
-        board = TensorBoardLogger(run.path, name="", version="tensorboard", purge_step=purge)
+        keep_wandb_run(run, self.trainer.loggers)
         if self.wants_loggers:
-            self.trainer.loggers = [*self.trainer.loggers, rows, board]
+            self.trainer.loggers = [*self.trainer.loggers, *run_loggers(run)]
         loss, speed = GlobalBatch(), Throughput()
         facts, block = self._facts(task), self._block(run, task)
         record = RunRecord(run, self.here.shape.world_size, facts, block, self.again, speed)
@@ -370,8 +407,16 @@ class ProjectCLI(LightningCLI):
 
     def _again(self, run: Run) -> str:
         """The command that continues this run."""
-        named = any(arg == "--run" or arg.startswith("--run=") for arg in self.argv)
-        return shlex.join(["python", "-m", "src.cli", *self.argv, *([] if named else ["--run", run.name])])
+        argv, skip = [], False
+        for arg in self.argv:
+            option, _, value = arg.partition("=")
+            if skip:
+                skip = False
+            elif option == "--run":
+                skip = not value  # the next one is its value
+            elif option not in ("--fresh", "--no_fresh"):
+                argv.append(arg)
+        return shlex.join(["python", "-m", "src.cli", *argv, "--run", run.name])
 
     def _facts(self, task: str) -> dict[str, Any]:
         plan = self.here.plan
@@ -385,7 +430,7 @@ class ProjectCLI(LightningCLI):
             "precision": self.here.precision.value,
             "precision_reason": self.here.precision.reason,
             "strategy": self._strategy_name(),
-            "seed": self.settings.seed_everything,
+            "seed_everything": self.settings.seed_everything,
         }
 
     def _block(self, run: Run, task: str) -> list[tuple[str, str]]:
@@ -405,6 +450,7 @@ class ProjectCLI(LightningCLI):
             ("strategy", facts["strategy"]),
             ("precision", f"{self.here.precision.value} ({self.here.precision.reason})"),
             ("global batch", batch),
+            *([("saves", str(self.config_init[self.command].checkpoint))] if self.wants_checkpoints else []),
             ("continue", self.again),
             *(("note", note) for note in self.here.notes + run.notes),
         ]

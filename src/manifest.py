@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from src.run import Run, write_text
+from src.files import write_text
+from src.run import Run
 
 DIFF_LIMIT = 2**20  # bytes of code.diff; a larger one is data in git, not code
 

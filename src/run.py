@@ -23,9 +23,11 @@ from typing import IO, Any
 
 import yaml
 
+from src.changes import changes, keep_config, refuse_changed
 from src.checkpoint.choose import newest
 from src.checkpoint.files import clear_temporary, fault
 from src.errors import UserError
+from src.files import read_json, write_text
 from src.storage import require_room, run_root
 
 
@@ -55,18 +57,19 @@ class Run:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A file of the run directory; {} where there is none yet."""
-        path = self.path / name
-        return json.loads(path.read_text()) if path.exists() else {}
+        return read_json(self.path / name)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write to a temporary name in the same folder, then rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def open_run(name: str | None, task: str, config: str, checkpoint_bytes: int) -> Run:
+def open_run(
+    name: str | None,
+    task: str,
+    config: str,
+    checkpoint_bytes: int,
+    *,
+    essentials: dict[str, Any] | None = None,
+    allowed: str | None = None,
+    fresh: bool = False,
+) -> Run:
     """Make a new run, or find the one called `name`: finished, or to be continued from its newest checkpoint.
 
     Args:
@@ -74,13 +77,20 @@ def open_run(name: str | None, task: str, config: str, checkpoint_bytes: int) ->
         task: starts a generated name
         config: the merged configuration as YAML, without the run's name
         checkpoint_bytes: expected size of a checkpoint
+        essentials: what a run that has begun must keep, by name (`ESSENTIAL`)
+        allowed: names of these that may have changed, with commas between
+        fresh: where there is a run called `name`, start another one called `name-2` (3, …)
 
     Raises:
-        UserError: a name that is no folder name, a run root that cannot be used, checkpoints that cannot be read.
+        UserError: a name that is no folder name, a run root that cannot be used, another task, seed, batch or number
+            of processes than the run has had.
+        NoWholeCheckpointError: the run has checkpoints and all are damaged.
 
     """
     root, notes = run_root()
     _check_name(name)
+    if fresh and name is not None:
+        name = _free_name(root, name)
     if name is None:
         require_room(root, checkpoint_bytes)
         folder = _new_folder(root, task, config)
@@ -88,21 +98,21 @@ def open_run(name: str | None, task: str, config: str, checkpoint_bytes: int) ->
     else:
         folder = root / name
         if (folder / "DONE").exists():
-            return Run(str(folder), "finished", step=_last_step(folder), notes=_changes(folder, config))
+            return Run(str(folder), "finished", step=_last_step(folder), notes=changes(folder, config))
         require_room(root, checkpoint_bytes)
         existed = folder.exists()
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"the run folder {folder} cannot be made ({error.strerror})") from error
-        _refuse_another_model(folder, config)
         run = Run(str(folder), "continued" if existed else "new", notes=notes)
     _lock(folder)
     clear_temporary(folder / "checkpoints")
     if found := newest(folder / "checkpoints", quarantine=True):
         run.checkpoint, run.step = str(found[0]), found[1]
+        refuse_changed(folder, essentials or {}, allowed)
     (folder / "checkpoints").mkdir(exist_ok=True)
-    run.notes += _keep_config(folder, config)
+    run.notes += keep_config(folder, config)
     return run
 
 
@@ -162,12 +172,10 @@ def release() -> None:
         _locks.popitem()[1].close()
 
 
-def _refuse_another_model(folder: Path, config: str) -> None:
-    """A run keeps its model's class: another one must not take over its files."""
-    before, after = _model_of(folder), (yaml.safe_load(config) or {}).get("model")
-    names = [model.get("class_path") if isinstance(model, dict) else model for model in (before, after)]
-    if before is not None and names[0] != names[1]:
-        raise UserError(f"run {folder.name} trains {names[0]}, not {names[1]}: use a new --run name")
+def _free_name(root: Path, name: str) -> str:
+    """`name`, or with the first number behind it that no run has."""
+    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
+    return next((free for free in names if not (root / free).exists()), name)
 
 
 def _new_folder(root: Path, task: str, config: str) -> Path:
@@ -187,42 +195,6 @@ def _new_folder(root: Path, task: str, config: str) -> Path:
 def _last_step(folder: Path) -> int:
     summary = folder / "summary.json"
     return json.loads(summary.read_text()).get("last_step", 0) if summary.exists() else 0
-
-
-def _keep_config(folder: Path, config: str) -> list[str]:
-    """Write config.yaml; where it changed since the last start, say what and keep the old one as config.<n>.yaml."""
-    path = folder / "config.yaml"
-    if not path.exists():
-        write_text(path, config)
-        return []
-    changes = _changes(folder, config)
-    if changes:
-        number = sum(1 for _ in folder.glob("config.*.yaml")) + 1
-        path.rename(folder / f"config.{number}.yaml")
-        write_text(path, config)
-    return changes
-
-
-def _changes(folder: Path, config: str) -> list[str]:
-    """What differs from the configuration that the run was last started with, as a note."""
-    path = folder / "config.yaml"
-    old = path.read_text() if path.exists() else config
-    if old == config:
-        return []
-    before, after = _flat(yaml.safe_load(old)), _flat(yaml.safe_load(config))
-    changed = [key for key in before | after if before.get(key) != after.get(key)]
-    shown = ", ".join(f"{key} {before.get(key)} -> {after.get(key)}" for key in changed[:8])
-    return [f"changed since the last start: {shown}{' …' if len(changed) > 8 else ''}"]
-
-
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(config, dict):
-        return {prefix: config}
-    return {
-        key: value
-        for name, child in config.items()
-        for key, value in _flat(child, f"{prefix}.{name}"[not prefix :]).items()
-    }
 
 
 def find_run(name: str | None, model: Any) -> Run:

@@ -4,12 +4,17 @@ import os
 import re
 import shutil
 import socket
+import time
+import uuid
 from pathlib import Path
 
-from src.errors import UserError
+import torch
+
+from src.errors import AgreedError, UserError
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - names to warn about, not to write to
 NODE_LOCAL_VARIABLES = ("TMPDIR", "SLURM_TMPDIR", "LOCAL_SCRATCH", "SLURM_SCRATCH")
+APPEAR_SECONDS = 30  # a new name on NFS may show late
 VANISHING_FILESYSTEMS = ("overlay", "tmpfs", "ramfs")
 
 
@@ -77,3 +82,40 @@ def require_room(root: Path, checkpoint_bytes: int) -> None:
             f"{root} has {free / 2**30:.1f} GiB free and two checkpoints take {2 * checkpoint_bytes / 2**30:.1f} GiB: "
             "make room or set RUN_ROOT to a larger disk"
         )
+
+
+def refuse_unshared(folder: Path) -> None:
+    """Every rank must see the run directory that rank 0 made: a folder of each node would scatter the run over them.
+
+    Collective, where there is a process group.
+
+    Raises:
+        AgreedError: on every rank; names a host that does not see it.
+
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    names = [f".seen-{uuid.uuid4().hex}"]
+    torch.distributed.broadcast_object_list(names, 0)
+    mark = folder / names[0]
+    if torch.distributed.get_rank() == 0:
+        mark.touch()
+    ranks: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, None if _appears(mark) else socket.gethostname())
+    if torch.distributed.get_rank() == 0:
+        mark.unlink(missing_ok=True)
+    if blind := [f"rank {rank} on {host}" for rank, host in enumerate(ranks) if host]:
+        raise AgreedError(
+            f"the run directory {folder}, made by rank 0 on this node, is not there for {', '.join(blind[:3])}"
+            f"{' …' if len(blind) > 3 else ''}: set RUN_ROOT to a folder that all nodes share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    until = time.monotonic() + APPEAR_SECONDS
+    while not path.exists():
+        if not path.parent.is_dir() or time.monotonic() > until:
+            return False
+        os.listdir(path.parent)  # makes NFS look again
+        time.sleep(0.1)
+    return True

@@ -1,6 +1,7 @@
 """The same command again: a run that is finished, unfinished, in use, or another model's."""
 
 import fcntl
+import os
 import warnings
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_a_run_keeps_its_model(run_root: Path, capsys: pytest.CaptureFixture[str
     (run / "DONE").unlink()
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     assert main(["fit", *CPU, *SMALL, "--run", "mine"]) == 2
-    assert "use a new --run name" in capsys.readouterr().err
+    assert "has been trained with task BoringModel (now SmallModule)" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
 
 
@@ -103,3 +104,85 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_root: Path, capsys
         assert main(["fit", *CPU, *many, "--run", "hurt"]) == 65
         assert f"none of the {len(files)} checkpoints" in capsys.readouterr().err
     assert sorted(run.glob("checkpoints/*.ckpt")) == sorted(files)
+
+
+UNFINISHED = [*SMALL, "--checkpoint.every_n_steps", "1", "--checkpoint.keep", "9"]
+
+
+@pytest.fixture
+def unfinished(run_root: Path) -> Path:
+    """A run that was killed after step 3 of 4."""
+    run = fit(run_root, "mine", *UNFINISHED)
+    (run / "DONE").unlink()
+    (run / "checkpoints/step=00000004.ckpt").unlink()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "was"),
+    [("global_batch_size", "--global_batch_size", "16", 8), ("seed_everything", "--seed_everything", "7", 42)],
+)
+def test_another_batch_or_seed_must_be_meant(
+    name: str, option: str, value: str, was: int, unfinished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused in one line until --allow-changed names it; then the run goes on with it and keeps it."""
+    changed = ["fit", *CPU, *UNFINISHED, "--run", "mine", option, value]
+    assert main(changed) == 2
+    assert f"{name} {was} (now {value})" in capsys.readouterr().err
+    assert main([*changed, "--allow-changed", "world_size"]) == 2
+    assert main([*changed, "--allow-changed", f"world_size,{name}"]) == 0
+    assert "continues from step 3" in capsys.readouterr().out
+    assert read_json(unfinished / "manifest.json")[name] == int(value)
+
+
+def test_only_what_needs_leave_gets_it(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that is none of them is refused with the names that are."""
+    assert main(["fit", *CPU, *UNFINISHED, "--run", "mine", "--allow_changed", "batch"]) == 2
+    assert "--allow_changed batch: only task, model, seed_everything, global_batch_size, world_size" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_fresh_start_leaves_the_old_run_alone(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It gets the next free name, and the command that continues it names that and is no fresh start."""
+    before = {path: path.read_bytes() for path in unfinished.rglob("*") if path.is_file()}
+    for name in ("mine-2", "mine-3"):
+        assert main(["fit", *CPU, "--fresh", *UNFINISHED, "--run", "mine"]) == 0
+        (again,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("continue "))
+        assert again.endswith(f"--run {name}")
+        assert "fresh" not in again
+        assert read_json(unfinished.parent / name / "summary.json")["last_step"] == 4
+    assert {path: path.read_bytes() for path in unfinished.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_was_moved_and_renamed_goes_on(
+    unfinished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under its new name, in its new place, and nothing is written to the old one."""
+    place = unfinished.parent.parent / "elsewhere"
+    place.mkdir()
+    unfinished.rename(place / "other")
+    monkeypatch.setenv("RUN_ROOT", str(place))
+    assert main(["fit", *CPU, *UNFINISHED, "--run", "other"]) == 0
+    assert "continues from step 3" in capsys.readouterr().out
+    assert not unfinished.exists()
+    assert read_json(place / "other/summary.json")["last_checkpoint"].startswith(str(place))
+
+
+def test_less_data_than_the_run_has_seen_is_refused(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind sample 24 of 512, a data set of 20 is another one; one of 100 goes on with a note."""
+    again = ["fit", *CPU, *UNFINISHED, "--run", "mine", "--data.size"]
+    assert main([*again, "20"]) == 2
+    assert "has 20 samples, and the checkpoint is behind sample 24 of the 512" in capsys.readouterr().err
+    assert main([*again, "100"]) == 0
+    assert "the data set had 512 samples and has 100 now" in capsys.readouterr().out
+
+
+def test_the_newest_is_found_by_what_is_inside(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names and dates say nothing: a stale `last.ckpt` that was touched today loses to the state of step 3."""
+    folder = unfinished / "checkpoints"
+    (folder / "last.ckpt").write_bytes((folder / "step=00000001.ckpt").read_bytes())
+    (folder / "step=00000003.ckpt").rename(folder / "step=00000000.ckpt")
+    os.utime(folder / "step=00000000.ckpt", (0, 0))  # a clock that was set back
+    assert main(["fit", *CPU, *UNFINISHED, "--run", "mine"]) == 0
+    assert "continues from step 3" in capsys.readouterr().out

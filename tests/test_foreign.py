@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.demos import LightningTransformer
 
 from src.cli import main
@@ -59,3 +60,21 @@ def test_what_users_bring_in_yaml_is_kept(run_root: Path, tmp_path: Path, capsys
     assert "default_root_dir has no effect" in capsys.readouterr().out
     assert not (run / "metrics.csv").exists()
     assert (run / "DONE").exists()
+
+
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_a_checkpoint_that_needs_pickle_needs_trust(
+    command: str, run_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One from elsewhere that holds an object is refused in one line with its name, until --weights_only false."""
+    path = tmp_path / "foreign.ckpt"
+    run = fit(run_root, "theirs", *SMALL, "--trainer.max_steps", "2")
+    state = torch.load(run / "checkpoints/step=00000002.ckpt", weights_only=True)
+    torch.save(state | {"hyper_parameters": {"folder": tmp_path}}, path)
+    start = [command, *CPU, *SMALL, "--ckpt_path", str(path)]
+    named = ["--run", "ours"] if command == "fit" else []
+    assert main([*start, *named]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "pathlib" in line
+    assert "--weights_only false" in line
+    assert main([*start, *named, "--weights_only", "false"]) == 0

@@ -56,6 +56,11 @@ class GlobalBatch(Callback):
     def load_rank_state(self, state: dict[str, Any]) -> None:  # noqa: D102
         self._sum, self._since = state["sum"], state["since"]
 
+    def merge(self, states: list[Any], rank: int) -> Any:
+        """Each rank goes on with the mean, whose mean is the same."""
+        sums = [state["sum"] for state in states if state["sum"] is not None]
+        return {"sum": torch.stack(sums).mean(0) if sums else None, "since": states[0]["since"]}
+
     def _log(self, trainer: Trainer, steps: int) -> None:
         logged = trainer.fit_loop._results  # what the module logs, also where it will show only at the epoch's end
         if self._sum is None or any(key.endswith(".train/loss") for key in logged):

@@ -7,11 +7,12 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 
 from src.callbacks.throughput import Throughput, peak_memory
-from src.checkpoint.save import SaveBest
+from src.checkpoint.best import SaveBest
 from src.errors import AgreedError
 from src.manifest import describe_start
 from src.precision import refuse_mixed_cards
 from src.run import Run
+from src.storage import refuse_unshared
 
 REFRESH = 30  # seconds between two summaries while training
 
@@ -60,6 +61,7 @@ class RunRecord(Callback):
             torch.distributed.all_gather_object(cards, card)
         refuse_mixed_cards(cards)
         self.cards: list[str] = cards
+        refuse_unshared(self.run.path)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         if not trainer.is_global_zero:
@@ -84,6 +86,11 @@ class RunRecord(Callback):
         self.write(trainer, "running")
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
+        if time.monotonic() - self._written > REFRESH:
+            self.write(trainer, "running")
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: object) -> None:
+        """A validation may be long: the record's date says that the run is alive."""
         if time.monotonic() - self._written > REFRESH:
             self.write(trainer, "running")
 

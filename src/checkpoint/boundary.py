@@ -50,3 +50,11 @@ def as_boundary(checkpoint: dict[str, Any], trainer: Trainer) -> None:
     else:
         batches["current"] = dict.fromkeys(batches["current"], 0)
         batches["is_last_batch"] = False
+
+
+def in_batches_of(checkpoint: dict[str, Any], before: int, now: int) -> None:
+    """Count progress in the micro batches of now, of which `now` make a step; they were `before`."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for part in (progress["total"], progress["current"]):
+        for name, count in part.items():
+            part[name] = count * now // before

@@ -1,5 +1,6 @@
 """What each rank alone knows and a checkpoint must bring back: random numbers, and an epoch's sums so far."""
 
+import functools
 import random
 from typing import Any, Protocol
 
@@ -7,6 +8,15 @@ import numpy as np
 import torch
 from lightning import LightningModule, Trainer
 from torchmetrics import Metric
+
+BOTH = {"max": torch.maximum, "min": torch.minimum}  # how two parts of a logged metric come together, if not by adding
+REDUCTIONS: dict[str, Any] = {  # torchmetrics' own, by their names
+    "dim_zero_sum": lambda values: values.sum(0),
+    "dim_zero_mean": lambda values: values.mean(0),
+    "dim_zero_max": lambda values: values.amax(0),
+    "dim_zero_min": lambda values: values.amin(0),
+    "dim_zero_cat": lambda values: values.flatten(0, 1) if values.dim() > 1 else values,
+}
 
 
 class Keeper(Protocol):
@@ -17,6 +27,9 @@ class Keeper(Protocol):
 
     def load_rank_state(self, state: Any) -> None:
         """Go on from there."""
+
+    def merge(self, states: list[Any], rank: int) -> Any:
+        """What `rank` goes on from where there were other ranks, with `states`; None: from nothing."""
 
 
 class RandomNumbers:
@@ -47,6 +60,10 @@ class RandomNumbers:
         if self.device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
+    def merge(self, states: list[Any], rank: int) -> Any:
+        """A rank that was not there before keeps the seed of its own."""
+        return states[rank] if rank < len(states) else None
+
 
 class EpochMetrics:
     """What `self.log(on_epoch=True)` and torchmetrics have added up in the epoch so far; neither Lightning saves."""
@@ -54,12 +71,16 @@ class EpochMetrics:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.results = trainer.fit_loop.epoch_loop._results
         self.metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
-        self._pending: dict[str, dict[str, torch.Tensor]] = {}
+        self._pending: dict[str, dict[str, Any]] = {}
 
     def rank_state(self) -> dict[str, Any]:  # noqa: D102
         logged = {key: part for key, part in self.results.items() if part.is_tensor and part.meta.on_epoch}
         return {
-            "logged": {key: _values(part) for key, part in logged.items() if part.update_called},
+            "logged": {
+                key: _values(part) | {"reduce": part.meta.reduce_fx.__name__}
+                for key, part in logged.items()
+                if part.update_called
+            },
             "metrics": {name: _values(part) for name, part in self.metrics.items() if part.update_called},
         }
 
@@ -73,10 +94,40 @@ class EpochMetrics:
         """Add the earlier part to what has been logged since; nothing is added twice."""
         for key in self._pending.keys() & self.results.keys():
             part, earlier = self.results[key], self._pending.pop(key)
+            both = BOTH.get(earlier.pop("reduce"), torch.add)
             for name, value in earlier.items():
                 now = getattr(part, name)
-                both = part.meta.reduce_fx if part.meta.is_max_reduction or part.meta.is_min_reduction else torch.add
                 setattr(part, name, both(value.to(now.device), now))
+
+    def merge(self, states: list[Any], rank: int) -> Any:
+        """Rank 0 goes on with what all have added up, the others with nothing."""
+        if rank:
+            return None
+        logged, metrics = [state["logged"] for state in states], [state["metrics"] for state in states]
+        together: dict[str, Any] = {"logged": {}, "metrics": {}}
+        for key in {key: None for part in logged for key in part}:
+            parts = [part[key] for part in logged if key in part]
+            both = BOTH.get(parts[0]["reduce"], torch.add)
+            values = {
+                name: functools.reduce(both, [part[name] for part in parts]) for name in parts[0].keys() - {"reduce"}
+            }
+            together["logged"][key] = values | {"reduce": parts[0]["reduce"]}
+        for key in {key: None for part in metrics for key in part} & self.metrics.keys():
+            reductions = self.metrics[key]._reductions
+            parts = [part[key] for part in metrics if key in part]
+            together["metrics"][key] = {
+                name: _together(reductions[name], [part[name] for part in parts]) for name in parts[0]
+            }
+        return together
+
+
+def _together(reduction: Any, values: list[Any]) -> Any:
+    """One rank's state of a torchmetrics metric in place of many; what it cannot add up is the first rank's."""
+    if isinstance(values[0], list):
+        return [item for value in values for item in value]
+    if reduction is None or getattr(reduction, "__name__", "") not in REDUCTIONS:
+        return values[0]
+    return REDUCTIONS[reduction.__name__](torch.stack(values))
 
 
 def _values(metric: Metric) -> dict[str, Any]:

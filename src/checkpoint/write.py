@@ -1,13 +1,18 @@
-"""Writes checkpoint files that are whole or not there."""
+"""Writes checkpoint files that are whole or not there, while training goes on."""
 
 import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from src.checkpoint.contents import Copies, plain
 from src.checkpoint.files import TEMPORARY
+
+Then = Callable[[Exception | None], None]
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -18,33 +23,81 @@ class WholeFiles(TorchCheckpointIO):
 
     A disk that is full or gone does not end the training, which another save may still preserve: `error` says what was
     wrong with the newest save, and is None where it went well. Only the process that writes knows it.
+
+    Lightning's AsyncCheckpointIO copies on the GPU, where a second state seldom fits, and raises what went wrong at the
+    next save; torch.distributed.checkpoint's writes a folder that no plain torch.load reads. Hence a thread of our own.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.error: OSError | RuntimeError | None = None
+        self.error: Exception | None = None
+        self._copies = Copies()
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` to `path` whole, or set `error`."""
-        target = Path(path)
-        temporary = target.with_name(TEMPORARY.format(name=target.name))
-        self.error = None
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Then | None = None) -> None:
+        """Write `checkpoint` to `path` whole, or set `error`.
+
+        Where `storage_options` is a function, training waits only until the state is copied to the host's memory.
+        The function is called from the writing thread when the file is there, with the error or None. A save that
+        comes while another is being written waits for it.
+        """
+        self.wait()
+        checkpoint = plain(checkpoint)
+        if storage_options is None:
+            self.error = write(checkpoint, Path(path))
+            return
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending = self._writer.submit(
+            self._write_behind, self._copies.of(checkpoint), Path(path), storage_options
+        )
+
+    def _write_behind(self, checkpoint: dict[str, Any], path: Path, then: Then) -> None:
+        self.error = write(checkpoint, path)
+        then(self.error)
+
+    def after(self, act: Callable[[], None]) -> None:
+        """Do it when what is being written is written."""
+        if self._writer is None or self._pending is None:
+            act()
+        else:
+            self._pending = self._writer.submit(act)
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises what the function that a save was given has raised."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def teardown(self) -> None:
+        """Lightning calls it when training is over, however it ends."""
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-            _sync_folder(target.parent)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            self.error = error
-            temporary.unlink(missing_ok=True)
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
 
 
-def _sync_folder(folder: Path) -> None:
-    """The new name is on the disk as well; without it a power cut may bring back the old one."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def write(checkpoint: dict[str, Any], target: Path) -> Exception | None:
+    """Write it whole; returns what went wrong, None where nothing did."""
+    temporary = target.with_name(TEMPORARY.format(name=target.name))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(checkpoint, temporary)  # by name: PyTorch writes without holding up Python's other threads
+        _sync(temporary)
+        os.replace(temporary, target)
+        _sync(target.parent)  # the new name too; without it a power cut may bring back the old one
+    except Exception as error:  # a full disk is a RuntimeError of torch's, an object without pickle anything
+        temporary.unlink(missing_ok=True)
+        return error
+    return None
+
+
+def _sync(path: Path) -> None:
+    """To the disk, so that a power cut cannot take it back."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -7,7 +7,9 @@ import torch
 from src.callbacks import run_record
 from src.callbacks.run_record import RunRecord
 from src.callbacks.throughput import Throughput
-from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from src.checkpoint.best import SaveBest
+from src.checkpoint.save import SaveNewest
+from src.checkpoint.schedule import CheckpointSettings
 from src.errors import UserError
 from src.run import Run
 from tests.tiny import Line, loaders, quiet_trainer

@@ -13,7 +13,8 @@ from torchmetrics import MeanMetric
 
 from src.callbacks.global_batch import GlobalBatch
 from src.checkpoint.compare import differences
-from src.checkpoint.save import CheckpointSettings, SaveNewest
+from src.checkpoint.save import SaveNewest
+from src.checkpoint.schedule import CheckpointSettings
 from tests.tiny import Line, Rows, loader, quiet_trainer
 
 EVERYTHING = {"random", "lr", "val/loss", "train/mean", "train/metric", "train/loss"}

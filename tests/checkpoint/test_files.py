@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from src.checkpoint.best import SaveBest
 from src.checkpoint.choose import newest
 from src.checkpoint.files import clear_temporary, fault, steps_inside
-from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from src.checkpoint.save import SaveNewest
+from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from tests.commands import ROOT
 from tests.tiny import Line, loaders, quiet_trainer
@@ -154,8 +156,8 @@ class Heavy(Line):
         self.limit(2**20 if self.global_step in self.full else resource.RLIM_INFINITY)
 
 
-def fit(folder: Path, module: Line) -> None:
-    settings = CheckpointSettings(every_n_steps=2, keep=1)
+def fit(folder: Path, module: Line, *, asynchronous: bool = False) -> None:
+    settings = CheckpointSettings(every_n_steps=2, keep=1, asynchronous=asynchronous)
     savers = [SaveNewest(folder, settings), SaveBest(folder, settings)]
     trainer = quiet_trainer(callbacks=savers, plugins=[WholeFiles()], max_steps=10, val_check_interval=3)
     trainer.fit(module, *loaders(trainer, DATA, 2))

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from src.checkpoint.save import CheckpointSettings, SaveNewest
+from src.checkpoint.save import SaveNewest
+from src.checkpoint.schedule import CheckpointSettings
 from tests.tiny import Line, loader, quiet_trainer
 
 DATA = torch.linspace(-1, 1, 24)[:, None]  # in batches of 4 an epoch is 6 steps

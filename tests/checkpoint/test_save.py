@@ -2,8 +2,10 @@ import pytest
 import torch
 from lightning import Callback
 
+from src.checkpoint.best import SaveBest
 from src.checkpoint.choose import newest
-from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from src.checkpoint.save import SaveNewest
+from src.checkpoint.schedule import CheckpointSettings
 from src.errors import UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
@@ -45,7 +47,7 @@ def test_the_old_one_goes_when_the_new_one_is_there(tmp_path, fit):
             present.append(names(tmp_path))
 
     fit([Watch(), SaveNewest(tmp_path, CheckpointSettings(every_n_steps=2, keep=1))], max_steps=6)
-    assert present == [[], ["step=00000002.ckpt"], ["step=00000004.ckpt"]]
+    assert present == [[], [], ["step=00000002.ckpt"], ["step=00000004.ckpt"]]
 
 
 def test_steps_are_optimizer_steps(tmp_path, fit):
@@ -67,7 +69,7 @@ def test_a_resumed_run_ends_like_one_that_was_never_stopped(tmp_path, fit):
     trainer, resumed = fit([newer], resume=found[0], max_steps=20)
     assert (found[1], trainer.global_step) == (12, 20)
     assert torch.equal(whole.weight, resumed.weight)
-    assert names(tmp_path) == ["step=00000017.ckpt", "step=00000020.ckpt"]
+    assert names(tmp_path) == ["step=00000015.ckpt", "step=00000020.ckpt"]
 
 
 @pytest.mark.parametrize("when", [{"val_check_interval": 3}, {"limit_train_batches": 3}])

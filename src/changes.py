@@ -1,0 +1,76 @@
+"""What changed since a run was last started, and what of it would make it another experiment."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from src.errors import UserError
+from src.files import read_json, write_text
+
+# What a run is made of, as its manifest keeps it. Another value needs `--allow_changed`.
+ESSENTIAL = ("task", "model", "seed_everything", "global_batch_size", "world_size")
+
+
+def refuse_changed(folder: Path, essentials: dict[str, Any], allowed: str | None) -> None:
+    """A run that has begun keeps its task, model class, seed, global batch and processes, unless the user says so.
+
+    Args:
+        folder: the run directory
+        essentials: the values of now
+        allowed: names that may have changed, with commas between
+
+    Raises:
+        UserError: a value changed and its name is not allowed; or a name that is none.
+
+    """
+    names = {name for name in (allowed or "").replace(",", " ").split() if name}
+    if unknown := sorted(names - set(ESSENTIAL)):
+        raise UserError(f"--allow_changed {unknown[0]}: only {', '.join(ESSENTIAL)} need it")
+    before = read_json(folder / "manifest.json")
+    changed = [name for name in ESSENTIAL if name in before and name in essentials and before[name] != essentials[name]]
+    if refused := [name for name in changed if name not in names]:
+        was = ", ".join(f"{name} {before[name]} (now {essentials[name]})" for name in refused)
+        raise UserError(
+            f"run {folder.name} has been trained with {was}: give it these values again, or go on as another "
+            f"experiment with --allow_changed {','.join(changed)}, or start another run with --fresh"
+        )
+
+
+def keep_config(folder: Path, config: str) -> list[str]:
+    """Write config.yaml; where it changed since the last start, say what and keep the old one as config.<n>.yaml."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        write_text(path, config)
+        return []
+    changed = changes(folder, config)
+    if changed:
+        number = sum(1 for _ in folder.glob("config.*.yaml")) + 1
+        path.rename(folder / f"config.{number}.yaml")
+        write_text(path, config)
+    return changed
+
+
+def changes(folder: Path, config: str) -> list[str]:
+    """What differs from the configuration that the run was last started with, as a note."""
+    path = folder / "config.yaml"
+    old = path.read_text() if path.exists() else config
+    if old == config:
+        return []
+    before, after = flat(yaml.safe_load(old)), flat(yaml.safe_load(config))
+    changed = [key for key in before | after if before.get(key) != after.get(key)]
+    if not changed:
+        return []
+    shown = ", ".join(f"{key} {before.get(key)} -> {after.get(key)}" for key in changed[:8])
+    return [f"changed since the last start: {shown}{' …' if len(changed) > 8 else ''}"]
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one dictionary with dotted names."""
+    if not isinstance(config, dict):
+        return {prefix: config}
+    return {
+        key: value
+        for name, child in config.items()
+        for key, value in flat(child, f"{prefix}.{name}"[not prefix :]).items()
+    }

@@ -1,0 +1,123 @@
+"""What goes into a checkpoint: tensors and plain types alone, and a copy of them that training cannot change."""
+
+import collections
+import copy
+import io
+from collections.abc import Callable
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from src.errors import UserError
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # Lightning's two keys
+
+
+def rebuild(value: Any, leaf: Callable[[str, Any], Any], name: str = "") -> Any:
+    """The same nest of dictionaries, lists and tuples with `leaf(name, value)` in the place of everything else."""
+    if isinstance(value, dict):
+        # A shallow copy keeps the class and what PyTorch hangs on a state_dict (`_metadata`).
+        made = copy.copy(value) if type(value) in MAPPINGS else dict(value)
+        for key, item in value.items():
+            made[key] = rebuild(item, leaf, f"{name}.{key}" if name else str(key))
+        return made
+    if type(value) in (list, tuple, set):
+        return type(value)(rebuild(item, leaf, f"{name}[{index}]") for index, item in enumerate(value))
+    return leaf(name, value)
+
+
+def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint with plain types for paths, enums and what comes from NumPy, so that `weights_only` loads it.
+
+    Any other object among the hyperparameters (a loss, a function) is kept as its text: they are a record, nothing
+    is restored from them. Elsewhere it stays, see `refuse_unsafe`.
+    """
+    return rebuild(checkpoint, _plain)
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) or type(value) in PLAIN:
+        return value
+    if isinstance(value, Enum):
+        return _plain(name, value.value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, tuple | list):  # a named tuple or another class of its own
+        return rebuild(tuple(value) if isinstance(value, tuple) else list(value), _plain, name)
+    if isinstance(value, str | int | float):
+        return next(base(value) for base in (str, int, float) if isinstance(value, base))
+    return repr(value) if name.split(".")[0] in HYPERPARAMETERS else value
+
+
+def refuse_unsafe(checkpoint: dict[str, Any]) -> None:
+    """Find out before the first step that a state holds what only an unsafe load could bring back.
+
+    Raises:
+        UserError: names it.
+
+    """
+    unsafe: list[str] = []
+
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, Tensor) or type(value) in PLAIN:
+            return
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception:  # whatever pickle makes of a foreign object
+            unsafe.append(f"{name} is a {type(value).__qualname__}")
+
+    rebuild(plain(checkpoint), check)
+    if unsafe:
+        raise UserError(
+            f"the state of this run cannot be saved: {', '.join(unsafe[:3])}; a checkpoint holds tensors and plain "
+            "types alone, as anything else can run code when it is loaded. Save its numbers instead (state_dict, "
+            "on_save_checkpoint)"
+        )
+
+
+class Copies:
+    """Copies of a state in the host's memory. Their buffers are used again, as page-locked memory is slow to get.
+
+    A second state of the run must fit into the memory of the host whose process writes.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._shared: dict[tuple[Any, ...], Tensor] = {}
+
+    def of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What training does next cannot change it. The one before is overwritten."""
+        self._shared = {}
+        before = self._buffers
+        self._buffers = {}
+        copied = rebuild(checkpoint, lambda name, value: self._leaf(name, value, before))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return copied
+
+    def _leaf(self, name: str, value: Any, before: dict[str, Tensor]) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.detach()
+        if value.layout != torch.strided or value.numel() == 0:
+            return value.to("cpu", copy=True)
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if key not in self._shared:  # tied weights are one tensor under two names
+            buffer = before.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._shared[key] = self._buffers[name] = buffer.copy_(value, non_blocking=True)
+        return self._shared[key]

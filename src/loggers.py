@@ -1,0 +1,33 @@
+"""Where a run's metrics go: one CSV file, one TensorBoard folder, one Weights & Biases run, over all its starts."""
+
+import os
+import secrets
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
+from src.files import write_text
+from src.metrics_csv import MetricsCSV
+from src.run import Run
+
+
+def run_loggers(run: Run) -> list[Logger]:
+    """The two that every run has. What was logged behind the state that training goes on from is logged again."""
+    rows = MetricsCSV(run.path / "metrics.csv")
+    rows.rewind(run.step)
+    purge = run.step if run.state == "continued" else None
+    return [rows, TensorBoardLogger(run.path, name="", version="tensorboard", purge_step=purge)]
+
+
+def keep_wandb_run(run: Run, loggers: list[Logger]) -> None:
+    """Let a WandbLogger go on in the W&B run of the earlier starts.
+
+    By W&B's own variables, so that a wandb.init in the user's code does the same. An id that the user gave, in the
+    configuration or the environment, comes first.
+    """
+    if not any(part.__name__ == "WandbLogger" for logger in loggers for part in type(logger).__mro__):
+        return
+    path = run.path / "wandb_id"
+    if not path.exists():
+        write_text(path, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
+    os.environ["WANDB_RUN_ID"] = path.read_text().strip()
+    os.environ.setdefault("WANDB_RESUME", "allow")

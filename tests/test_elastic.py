@@ -1,0 +1,76 @@
+"""A run that goes on with another number of processes, or another micro batch, learns the same."""
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from tests.commands import CPU, TWO, cut_back, rows, train
+from tests.small_task import SmallModule
+
+# Five steps per epoch, the last one of a smaller batch; 50 steps, a validation in each epoch.
+RUN = [
+    *("--model", "tests.test_elastic.Logged", "--data", "tests.small_task.SmallData", "--data.size", "36"),
+    *("--checkpoint.monitor", "val/accuracy", "--checkpoint.mode", "max", "--global_batch_size", "8"),
+    *("--trainer.max_steps", "50", "--trainer.log_every_n_steps", "3", "--trainer.val_check_interval", "4"),
+    *("--checkpoint.every_n_steps", "1", "--checkpoint.keep", "99", "--run", "elastic"),
+]
+SHAPES = {"one": CPU, "one-accumulating": [*CPU, "--micro_batch_size", "2"], "two": TWO}
+CUT = 23  # in the middle of an epoch, and between two rows
+
+
+class Logged(SmallModule):
+    """SmallModule that adds up over an epoch, in Lightning's results and in a metric of torchmetrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/mean", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
+        self.metric.update(loss.detach(), len(batch))
+        self.log("train/metric", self.metric, on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The uninterrupted runs, with the checkpoints of all steps."""
+    root = tmp_path_factory.mktemp("whole")
+    for name in ("one", "two"):
+        train(root / name, "fit", *SHAPES[name], *RUN)
+    return {name: root / name / "elastic" for name in ("one", "two")}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("two", "one"), ("one", "two"), ("one", "one-accumulating"), ("two", "one-accumulating")],
+)
+def test_a_run_goes_on_in_another_shape(before: str, after: str, whole: dict[str, Path], tmp_path: Path) -> None:
+    """Every row of 50 steps is that of the uninterrupted run to 1e-4, and the log says that bits may differ."""
+    run = cut_back(whole[before], CUT, tmp_path)
+    changed = ["--allow-changed", "world_size"] if "two" in (before, after) else []
+    done = train(tmp_path, "fit", *SHAPES[after], *RUN, *changed)
+    assert f"continues from step {CUT}" in done.stdout
+    assert "not bit for bit" in done.stdout
+    expected, found = rows(whole[before]), rows(run)
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for old, new in zip(expected, found, strict=True):
+        for name in (key for key in old if not key.startswith("perf/")):
+            assert (new[name] == "") == (old[name] == ""), (old["step"], name)
+            if old[name]:
+                assert float(new[name]) == pytest.approx(float(old[name]), abs=1e-4), (old["step"], name)
+
+
+def test_another_number_of_processes_must_be_meant(whole: dict[str, Path], tmp_path: Path) -> None:
+    """Without leave it is refused in one line that names it, and the run is as it was."""
+    run = cut_back(whole["two"], CUT, tmp_path)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    done = train(tmp_path, "fit", *CPU, *RUN, check=False)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "world_size 2 (now 1)" in line
+    assert "--allow_changed world_size" in line
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"} == before

@@ -1,0 +1,45 @@
+"""A W&B logger goes on in one run."""
+
+import os
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from src.loggers import keep_wandb_run
+from src.run import Run
+
+
+class WandbLogger(CSVLogger):
+    """Stands for Lightning's, which is known by its name, so that nothing of W&B is imported where nobody uses it."""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME"):
+        monkeypatch.delenv(name, raising=False)
+    return Run(str(tmp_path), "new")
+
+
+def test_every_start_has_the_id_of_the_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later start, in another process, finds the id in the run directory and resumes it."""
+    keep_wandb_run(run, [WandbLogger(run.path)])
+    first = os.environ["WANDB_RUN_ID"]
+    monkeypatch.delenv("WANDB_RUN_ID")
+    keep_wandb_run(run, [WandbLogger(run.path)])
+    assert os.environ["WANDB_RUN_ID"] == first
+    assert os.environ["WANDB_RESUME"] == "allow"
+
+
+def test_an_id_from_outside_is_the_runs_id(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep's agent chooses ids itself."""
+    monkeypatch.setenv("WANDB_RUN_ID", "sweep-7")
+    keep_wandb_run(run, [WandbLogger(run.path)])
+    assert (run.path / "wandb_id").read_text() == "sweep-7"
+
+
+def test_without_wandb_nothing_is_set(run: Run) -> None:
+    """Other loggers leave the environment and the run directory as they are."""
+    keep_wandb_run(run, [CSVLogger(run.path)])
+    assert "WANDB_RUN_ID" not in os.environ
+    assert list(run.path.iterdir()) == []
