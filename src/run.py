@@ -166,6 +166,16 @@ def owner(folder: Path) -> str | None:
     return None
 
 
+def hold(folder: Path) -> None:
+    """Keep everybody from training this run until `release`.
+
+    Raises:
+        UserError: somebody does; the text says who.
+
+    """
+    _lock(folder)
+
+
 def release() -> None:
     """Let go of the runs of this process."""
     while _locks:

@@ -7,16 +7,35 @@ from typing import Any
 
 import torch
 
+from src.checkpoint.choose import newest
+from src.errors import UserError
+
 STATES = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What a run has come to: its newest checkpoint's states and its logged rows, without those of the clock."""
-    newest = max(run.glob("checkpoints/step=*.ckpt"), key=lambda path: path.name)
-    checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
-    with (run / "metrics.csv").open(newline="") as file:
-        rows = [{key: text for key, text in row.items() if not key.startswith("perf/")} for row in csv.DictReader(file)]
-    return {key: checkpoint[key] for key in STATES} | {"metrics.csv": rows}
+    """What a run has come to: its newest checkpoint's states and its logged rows, without those of the clock.
+
+    Raises:
+        UserError: it has no checkpoint yet.
+
+    """
+    found = newest(run / "checkpoints")
+    if found is None:
+        raise UserError(f"{run} has no checkpoint yet, so there is nothing to compare")
+    rows, path = [], run / "metrics.csv"
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = [
+                {key: text for key, text in row.items() if not key.startswith("perf/")} for row in csv.DictReader(file)
+            ]
+    return states(found[0]) | {"metrics.csv": rows}
+
+
+def states(path: Path) -> dict[str, Any]:
+    """What a checkpoint file brings back of a training, on the CPU."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return {key: checkpoint[key] for key in STATES if key in checkpoint}
 
 
 def differences(left: Any, right: Any, name: str = "") -> Iterator[str]:
@@ -25,8 +44,10 @@ def differences(left: Any, right: Any, name: str = "") -> Iterator[str]:
         if left.shape != right.shape or left.dtype != right.dtype:
             yield f"{name}: {tuple(left.shape)} {left.dtype}, {tuple(right.shape)} {right.dtype}"
         elif not torch.equal(left, right):
-            gap = (left.double() - right.double()).abs()
-            yield f"{name}: {int((gap != 0).sum())} of {gap.numel()} values differ, by {float(gap.max()):.3g} at most"
+            other = (left != right) & ~(left.isnan() & right.isnan())  # two runs may have diverged alike
+            if other.any():
+                gap = (left.double() - right.double())[other].abs().max()
+                yield f"{name}: {int(other.sum())} of {other.numel()} values differ, by {float(gap):.3g} at most"
     elif isinstance(left, dict) and isinstance(right, dict):
         for key in [*left, *(key for key in right if key not in left)]:
             full = f"{name}.{key}" if name else str(key)
@@ -39,5 +60,5 @@ def differences(left: Any, right: Any, name: str = "") -> Iterator[str]:
             yield f"{name}: {len(left)} entries, {len(right)} entries"
         for index, (one, other) in enumerate(zip(left, right, strict=False)):
             yield from differences(one, other, f"{name}[{index}]")
-    elif left != right:
+    elif left != right and not (left != left and right != right):  # NaN alone is not itself
         yield f"{name}: {left!r}, {right!r}"

@@ -1,0 +1,169 @@
+"""Look at the checkpoints of runs, check them, go back to an earlier one, take the weights out.
+
+    python -m src.checkpoint list                        # every run: state, step, checkpoints
+    python -m src.checkpoint list RUN --before-step 188  # a run's checkpoints, newest step first
+    python -m src.checkpoint status RUN                  # alive or not, and what a restart would do again
+    python -m src.checkpoint verify RUN                  # reads every byte; exit code 65 where one is damaged
+    python -m src.checkpoint rollback RUN --before-step 188
+    python -m src.checkpoint export RUN --best weights.safetensors
+    python -m src.checkpoint diff RUN OTHER              # exit code 0: identical to the last bit
+
+RUN is a folder's name in the run root or a path. Reads files with torch alone: it starts fast and needs no GPU.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from src.checkpoint.compare import differences, outcome, states
+from src.checkpoint.entries import restart_from, run_folder, run_or_file
+from src.checkpoint.export import Wish, export
+from src.checkpoint.files import fault
+from src.checkpoint.listing import list_checkpoints, list_runs, verify_file, verify_run
+from src.checkpoint.rollback import roll_back
+from src.checkpoint.status import show
+from src.errors import UserError
+from src.run import newest_first
+from src.storage import run_root
+
+DIFFERENT = 1
+INTERRUPTED = 130  # Ctrl-C
+SHOWN = 40  # lines on what differs
+
+
+class Parser(argparse.ArgumentParser):
+    """One that complains in one line, like the rest of the project."""
+
+    def error(self, message: str) -> NoReturn:  # noqa: D102
+        raise UserError(f"{message}; {self.prog} --help says what there is")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 done, 1 different, 2 bad input, 65 a damaged checkpoint)."""
+    try:
+        code = _run(_parser().parse_args(argv))
+        sys.stdout.flush()  # here, where a reader that has gone is no traceback
+        return code
+    except UserError as error:
+        return _complain(error)
+    except BrokenPipeError:  # `… | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _complain(UserError(f"{error.filename} cannot be used ({error.strerror}): check its permissions"))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _complain(error: UserError) -> int:
+    print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    return error.exit_code
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m src.checkpoint", description="The checkpoints of runs.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+
+    run, json = "name of a run in the run root, or path of a run directory", "values for a program"
+    one = command("list", "runs, or the checkpoints of one, newest step first; `verify` reads every byte")
+    one.add_argument("run", nargs="?", metavar="RUN", help=run)
+    one.add_argument("--before-step", type=_count, metavar="N", help="only those of fewer than N steps")
+    one.add_argument("--json", action="store_true", help=json)
+    one = command("status", "whether a run is alive, how it ended, and how to continue it")
+    one.add_argument("run", metavar="RUN", help=run)
+    one.add_argument("--json", action="store_true", help=json)
+    one = command("verify", "read every byte of each checkpoint; exit code 65 where a candidate is damaged")
+    one.add_argument("run", nargs="?", metavar="RUN|FILE", help="one run or one file; without it every run")
+    one = command("rollback", "let the next start go on from an earlier checkpoint; later ones are moved aside")
+    one.add_argument("run", metavar="RUN", help=run)
+    one.add_argument("--before-step", type=_count, metavar="N", required=True, help="go on from fewer than N steps")
+    one = command("export", "the weights alone, under the names of the plain network; the newest unless chosen")
+    one.add_argument("run", metavar="RUN|FILE", help=f"{run}, or a checkpoint file")
+    one.add_argument("out", type=Path, metavar="OUT", help="a name that ends in .safetensors or .pt")
+    which = one.add_mutually_exclusive_group()
+    which.add_argument("--step", type=_count, metavar="N", help="the checkpoint of N steps")
+    which.add_argument("--best", action="store_true", help="the best by the run's metric")
+    one.add_argument("--prefix", help="only what is under it, without it; '' keeps every name")
+    one.add_argument("--force", action="store_true", help="replace OUT")
+    one = command("diff", "whether two runs or two checkpoints are the same to the last bit; exit code 1 where not")
+    one.add_argument("first", metavar="A", help="run or checkpoint file")
+    one.add_argument("second", metavar="B", help="run or checkpoint file")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps, 0 or more")
+    return int(text)
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    if chosen.command == "list" and chosen.run is None:
+        if chosen.before_step is not None:
+            raise UserError("--before-step is about the checkpoints of one run: give a RUN as well")
+        list_runs(run_root()[0], chosen.json)
+    elif chosen.command == "list":
+        list_checkpoints(run_folder(chosen.run), chosen.before_step, chosen.json)
+    elif chosen.command == "status":
+        show(run_folder(chosen.run), chosen.json)
+    elif chosen.command == "verify":
+        return _verify(chosen.run)
+    elif chosen.command == "rollback":
+        roll_back(run_folder(chosen.run), chosen.before_step)
+    elif chosen.command == "export":
+        source = run_or_file(chosen.run)
+        export(Wish(source, chosen.out, chosen.step, chosen.best, chosen.prefix, chosen.force))
+    else:
+        return _diff(run_or_file(chosen.first), run_or_file(chosen.second))
+    return 0
+
+
+def _verify(text: str | None) -> int:
+    if text is None:
+        code = 0
+        for run in newest_first(run_root()[0]):
+            try:
+                code = max(code, verify_run(run))
+            except UserError as error:  # one run without a whole checkpoint does not hide the others
+                code = max(code, _complain(error))
+        return code
+    path = run_or_file(text)
+    return verify_file(path) if path.is_file() else verify_run(path)
+
+
+def _diff(first: Path, second: Path) -> int:
+    found = list(differences(*_comparable(first, second)))
+    if not found:
+        print("identical")
+        return 0
+    print("\n".join(found[:SHOWN]))
+    if len(found) > SHOWN:
+        print(f"… and {len(found) - SHOWN} more")
+    return DIFFERENT
+
+
+def _comparable(first: Path, second: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two runs with their logged rows; where one is a file, states alone."""
+    if first.is_dir() and second.is_dir():
+        return outcome(first), outcome(second)
+    return states(_file(first)), states(_file(second))
+
+
+def _file(path: Path) -> Path:
+    if path.is_dir():
+        found, _ = restart_from(path)
+        if found is None:
+            raise UserError(f"{path} has no checkpoint yet, so there is nothing to compare")
+        return found[0]
+    if reason := fault(path):
+        raise UserError(f"{path} is no whole checkpoint ({reason}): give another")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""`python -m src.checkpoint status`: whether a run is alive and what a restart would do again."""
+
+import datetime
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from src.callbacks.run_record import REFRESH
+from src.checkpoint.status import HEARTBEAT, SILENT, state_of
+from tests.checkpoints import a_run, refused, said, truncated, zeroed
+
+
+def moment(seconds: float) -> str:
+    """So many seconds before 2030 as the summary writes it, in another time zone than that of a test machine."""
+    zone = datetime.timezone(datetime.timedelta(hours=-7))
+    return datetime.datetime.fromtimestamp(NOW - seconds, zone).strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC).timestamp()
+
+
+def test_the_heartbeat_is_that_of_the_record() -> None:
+    """A run is missed after three times the interval at which training really writes."""
+    assert HEARTBEAT == REFRESH
+    assert SILENT == 3 * REFRESH
+
+
+@pytest.mark.parametrize(
+    ("reason", "age", "state"),
+    [
+        ("running", 5, "running"),
+        ("running", 90, "running"),
+        ("running", 91, "vanished"),
+        ("crashed", 5, "crashed"),
+        ("tripped", 5, "tripped"),
+        ("interrupted", 5, "stopped"),
+        ("stopped by max_time", 500, "stopped"),
+        ("finished", 5, "stopped"),  # without DONE
+    ],
+)
+def test_how_a_run_stands(tmp_path: Path, reason: str, age: int, state: str) -> None:
+    """The summary's reason decides, and for a run that says it runs, how long ago it said so."""
+    run = a_run(tmp_path, "mine", exit_reason=reason, written=moment(age), last_step=7)
+    told = state_of(run, NOW)
+    assert (told.name, told.last_step, told.notes) == (state, 7, [])
+    (run / "DONE").touch()
+    assert state_of(run, NOW).name == "finished"
+
+
+def test_a_run_without_a_summary(tmp_path: Path) -> None:
+    """It is new, or stopped where it has checkpoints all the same."""
+    assert state_of(a_run(tmp_path, "new"), NOW).name == "new"
+    assert state_of(a_run(tmp_path, "old", 5), NOW).name == "stopped"
+
+
+def test_a_vanished_run_says_for_how_long(tmp_path: Path) -> None:
+    """Twelve minutes without a sign of life are named, with what they mean."""
+    told = state_of(a_run(tmp_path, "mine", exit_reason="running", written=moment(720)), NOW)
+    assert told.why == "no sign of life for 12 min: killed without a signal, e.g. a preempted spot machine"
+
+
+def test_a_heartbeat_from_the_future_is_fresh_and_said(tmp_path: Path) -> None:
+    """Where clocks differ, the run is not declared dead, and the difference is a note."""
+    told = state_of(a_run(tmp_path, "mine", exit_reason="running", written=moment(-600)), NOW)
+    assert told.name == "running"
+    assert "10 min in the future" in told.notes[0]
+
+
+def test_a_summary_without_a_date_has_that_of_its_file(tmp_path: Path) -> None:
+    """A time that cannot be read is replaced by the file's."""
+    run = a_run(tmp_path, "mine", exit_reason="running", written="yesterday")
+    os.utime(run / "summary.json", (NOW - 5, NOW - 5))
+    assert state_of(run, NOW).name == "running"
+    assert state_of(run, NOW + 100).name == "vanished"
+
+
+def test_who_holds_the_lock_runs(tmp_path: Path) -> None:
+    """A held lock means running, whatever the summary says, with the holder; long silence is a note, not an end."""
+    run = a_run(tmp_path, "mine", exit_reason="crashed", written=moment(1000))
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("process 1 on node7")
+        lock.flush()
+        told = state_of(run, NOW)
+    assert (told.name, told.owner) == ("running", "process 1 on node7")
+    assert "wrote nothing for 16 min" in told.notes[0]
+    assert state_of(run, NOW).name == "crashed"
+
+
+def test_status_says_what_a_restart_does_again(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest whole checkpoint, the steps since, the error and the command are told, as text and as JSON."""
+    run = a_run(
+        run_root,
+        "mine",
+        150,
+        180,
+        **{"exit_reason": "crashed", "written": "2024-01-01T00:00:00+0000", "last_step": 188},
+        **{"error": "RuntimeError: two\nlines", "continue_command": "python -m src.cli fit --run mine"},
+    )
+    zeroed(run / "checkpoints/step=00000180.ckpt")
+    lines = dict(line.split("  ", 1) for line in said(capsys, "status", "mine").splitlines())
+    assert lines["state"].strip() == "crashed (crashed)"
+    assert lines["last step"].strip() == "188"
+    assert lines["checkpoint"].strip().startswith("step 150, epoch 15, ")
+    assert lines["lost"].strip() == "38 steps to be done again"
+    assert lines["error"].strip() == "RuntimeError: two lines"
+    assert "step=00000180.ckpt is no whole checkpoint" in lines["note"]
+    assert lines["continue"].strip() == "python -m src.cli fit --run mine"
+    told = json.loads(said(capsys, "status", "mine", "--json"))
+    assert (told["state"], told["steps_lost"], told["sign_of_life"]) == ("crashed", 38, 1704067200.0)
+    assert told["checkpoint"]["file"] == str(run / "checkpoints/step=00000150.ckpt")
+
+
+def test_status_of_a_run_without_a_whole_checkpoint(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """None whole is a note and exit code 0: the state could be told, and all steps are lost."""
+    run = a_run(run_root, "mine", 150, exit_reason="interrupted", last_step=188)
+    truncated(run / "checkpoints/step=00000150.ckpt")
+    told = json.loads(said(capsys, "status", "mine", "--json"))
+    assert (told["state"], told["checkpoint"], told["steps_lost"]) == ("stopped", None, 188)
+    assert any("none of the 1 checkpoints" in note for note in told["notes"])
+    (run / "summary.json").write_text("{")
+    assert "summary.json is no JSON" in refused(capsys, "status", "mine")
