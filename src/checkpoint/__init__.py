@@ -1,1 +1,17 @@
-"""Checkpoints of a run: written by `save`, chosen by `choose`."""
+"""Checkpoints: `schedule` says when, `save` and `best` save, `write` writes, `choose` finds the one to go on from.
+
+    python -m src.checkpoint list NAME      # also status, verify, rollback, export, diff
+
+runs/<name>/checkpoints/step=00000500.ckpt    the newest states, and those kept for good
+                        best-step=….ckpt      the best by `checkpoint.monitor`
+                        quarantine/           damaged ones, moved aside by a start that found them
+                        tripped/              the state in which the circuit breaker stopped
+                        unhealthy/            what was saved in the bad streak before that
+                        rolled-back/          those that `rollback` took back
+
+Nothing in a subfolder is ever gone on from, and nothing there is ever deleted. A file is a zip of tensors and plain
+types that `torch.load(path, weights_only=True)` reads.
+
+What a start says to a shell or a scheduler: 0 done, 1 crashed, 2 bad input, 65 checkpoints but none whole, 70 stopped
+by the circuit breaker, 130 Ctrl-C, 143 SIGTERM. Of these 2, 65 and 70 come again however often it is restarted.
+"""
