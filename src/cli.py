@@ -10,7 +10,6 @@ import logging
 import os
 import pickle
 import re
-import shlex
 import signal
 import sys
 import traceback
@@ -41,11 +40,14 @@ from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, with_defaults
-from src.errors import AgreedError, UserError, from_settings, hint
+from src.errors import AgreedError, Stopped, UserError, from_settings, hint
 from src.files import write_text
 from src.loggers import keep_wandb_run, run_loggers
-from src.resolution import class_name, resolve
+from src.resolution import resolve
 from src.run import Run, find_run, open_run, release
+from src.start import block as start_block
+from src.start import continue_command
+from src.start import facts as start_facts
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from src.trainer import ProjectTrainer
 
@@ -249,6 +251,8 @@ class ProjectCLI(LightningCLI):
         self.wants_progress = config.enable_progress_bar is not False and not own_bar
         self.wants_checkpoints = config.enable_checkpointing is not False
         self.wants_loggers = config.logger is not False
+        # Lightning's Timer asks the other ranks in every step, and stops with an extra validation.
+        self.time_limit = Timer(config.max_time)._duration if config.max_time and self.wants_checkpoints else None
         limits = self._training_limits(config)
         counts = in_micro_batches(config.as_dict(), self.here.plan.accumulation) if self.here.plan else {}
         return super().instantiate_trainer(
@@ -262,6 +266,7 @@ class ProjectCLI(LightningCLI):
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=own_bar,
             enable_model_summary=config.enable_model_summary is True,
+            max_time=None if self.time_limit else config.max_time,
             **limits,
             **counts,
             **kwargs,
@@ -269,10 +274,10 @@ class ProjectCLI(LightningCLI):
 
     @staticmethod
     def _training_limits(config: Namespace) -> dict[str, int]:
-        """One epoch where neither epochs nor steps are given (Lightning would train 1000); steps alone lift epochs."""
-        if config.max_epochs is not None or config.max_time is not None:
+        """One epoch where neither epochs, steps nor time are given (Lightning would train 1000)."""
+        if config.max_epochs is not None:
             return {}
-        return {"max_epochs": -1 if config.max_steps > 0 else 1}
+        return {"max_epochs": -1 if config.max_steps > 0 or config.max_time is not None else 1}
 
     # --- go ---
 
@@ -318,14 +323,17 @@ class ProjectCLI(LightningCLI):
         stop_workers(trainer.predict_dataloaders)
 
     def _fit(self, arguments: dict[str, Any]) -> None:
-        task, name, start = self._task_name(), self.settings.run, arguments["ckpt_path"]
+        name, start = self.settings.run, arguments["ckpt_path"]
         if start and not Path(start).is_file():
             raise UserError(f"--ckpt_path {start}: no such file; a run is continued by its name alone, --run")
         size = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3  # weights and two Adam moments
+        facts = start_facts(self.model, self.here, self.trainer, self.settings)
         choice = {"allowed": self.settings.allow_changed, "fresh": self.settings.fresh}
-        facts = self._facts(task) | {"world_size": self.here.shape.world_size}
         essentials = {name: facts[name] for name in ESSENTIAL}
-        run = agree(self.trainer, lambda: open_run(name, task, self.config_text, size, essentials=essentials, **choice))
+        run = agree(
+            self.trainer,
+            lambda: open_run(name, facts["task"], self.config_text, size, essentials=essentials, **choice),
+        )
         if run.state == "finished":
             if self.trainer.is_global_zero:
                 print(f"run {run.name} is finished (step {run.step}), nothing to do: {run.folder}")
@@ -334,36 +342,39 @@ class ProjectCLI(LightningCLI):
         if run.checkpoint and start:
             self.here.notes.append(f"--ckpt_path is not used: the run has checkpoints of its own, {run.checkpoint}")
         arguments["ckpt_path"] = run.checkpoint = run.checkpoint or start
-        self.again = self._again(run)
-        record = self._attach(run, task)
-        self.trainer.fit(**arguments)
-        # A Timer (trainer.max_time) ends this start, not the run.
-        timed_out = any(isinstance(call, Timer) and call.time_remaining() <= 0 for call in self.trainer.callbacks)  # type: ignore[attr-defined,operator]
-        record.write(self.trainer, "stopped by max_time" if timed_out else "finished")
+        self.again = continue_command(self.argv, run)
+        record, end = self._attach(run, facts), "finished"
+        try:
+            self.trainer.fit(**arguments)
+            # A Timer that the user brought ends this start, too.
+            if any(isinstance(call, Timer) and call.time_remaining() <= 0 for call in self.trainer.callbacks):  # type: ignore[attr-defined,operator]
+                end = "stopped by max_time"
+            record.write(self.trainer, end)
+        except Stopped as stop:
+            end = f"stopped by {stop}"  # this start, not the run; it is recorded already
         if not self.trainer.is_global_zero:
             return
-        if timed_out:
-            print(
-                f"run {run.folder} stopped by max_time at step {self.trainer.global_step}; continue with: {self.again}"
-            )
-        else:
+        again = "" if end == "finished" else f"; continue with: {self.again}"
+        if end == "finished":
             write_text(run.path / "DONE", f"{self.trainer.global_step}\n")
-            print(f"run {run.folder} finished at step {self.trainer.global_step}")
+        print(f"run {run.folder} {end} at step {self.trainer.global_step}{again}")
 
-    def _attach(self, run: Run, task: str) -> RunRecord:
+    def _attach(self, run: Run, facts: dict[str, Any]) -> RunRecord:
         """Loggers, checkpoints and the rest that needs the run directory."""
         keep_wandb_run(run, self.trainer.loggers)
         if self.wants_loggers:
             self.trainer.loggers = [*self.trainer.loggers, *run_loggers(run)]
         loss, speed = GlobalBatch(), Throughput()
-        facts, block = self._facts(task), self._block(run, task)
-        record = RunRecord(run, self.here.shape.world_size, facts, block, self.again, speed)
+        settings = self.config_init[self.command].checkpoint
+        saves = str(settings) if self.wants_checkpoints else None
+        block = start_block(run, facts, self.here, self.settings, saves, self.again)
+        record = RunRecord(run, facts, block, self.again, speed)
         # The record comes first: its checks must precede everything else, and it must see every exception. Saving comes
         # before the clock, which does not count it, and after the states that it saves.
         callbacks: list[Callback] = [record, Termination(), loss, LossScale()]
         if self.wants_checkpoints:
-            folder, settings = run.path / "checkpoints", self.config_init[self.command].checkpoint
-            newest = SaveNewest(folder, settings, {"loss": loss}, speed.restart_clock)
+            folder = run.path / "checkpoints"
+            newest = SaveNewest(folder, settings, {"loss": loss}, speed.restart_clock, self.time_limit)
             callbacks += [newest, SaveBest(folder, settings)]
         callbacks += [speed, *([Progress(loss, speed)] if self.wants_progress else [])]
         self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
@@ -381,7 +392,7 @@ class ProjectCLI(LightningCLI):
         else:
             run = agree(self.trainer, lambda: find_run(self.settings.run, model))
         arguments["ckpt_path"] = path or run.checkpoint
-        self.again = self._again(run)
+        self.again = continue_command(self.argv, run)
         if self.command == "predict":
             arguments["return_predictions"] = False
             self.trainer.callbacks += [WritePredictions(run.path / "predictions.pt")]  # type: ignore[attr-defined]
@@ -392,68 +403,6 @@ class ProjectCLI(LightningCLI):
         if self.trainer.is_global_zero and metrics:
             merged = {key: value for part in metrics for key, value in part.items()}
             run.write_json(f"{self.command}.json", {"checkpoint": arguments["ckpt_path"], "metrics": merged})
-
-    # --- say ---
-
-    def _task_name(self) -> str:
-        """`vision` for src.tasks.vision.VisionModule, the class's name for any other module."""
-        path = type(self.model).__module__.split(".")
-        return path[2] if path[:2] == ["src", "tasks"] else type(self.model).__name__
-
-    def _strategy_name(self) -> str:
-        if self.here.strategy == "auto":
-            return "one device, no process group"
-        return self.here.strategy if isinstance(self.here.strategy, str) else type(self.here.strategy).__name__
-
-    def _again(self, run: Run) -> str:
-        """The command that continues this run."""
-        argv, skip = [], False
-        for arg in self.argv:
-            option, _, value = arg.partition("=")
-            if skip:
-                skip = False
-            elif option == "--run":
-                skip = not value  # the next one is its value
-            elif option not in ("--fresh", "--no_fresh"):
-                argv.append(arg)
-        return shlex.join(["python", "-m", "src.cli", *argv, "--run", run.name])
-
-    def _facts(self, task: str) -> dict[str, Any]:
-        plan = self.here.plan
-        return {
-            "task": task,
-            "model": type(self.model).__qualname__,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "global_batch_size": plan.global_batch_size if plan else None,
-            "micro_batch_size": plan.micro_batch_size if plan else None,
-            "accumulation": self.trainer.accumulate_grad_batches,
-            "precision": self.here.precision.value,
-            "precision_reason": self.here.precision.reason,
-            "strategy": self._strategy_name(),
-            "seed_everything": self.settings.seed_everything,
-        }
-
-    def _block(self, run: Run, task: str) -> list[tuple[str, str]]:
-        facts = self._facts(task)
-        state = f"continues from step {run.step}" if run.step else "new"
-        if run.checkpoint and not run.step:
-            state += f", starts from {run.checkpoint}"
-        batch = (
-            str(self.here.plan)
-            if self.here.plan
-            else f"as {class_name(self.settings.data or self.settings.model)}'s loaders say"
-        )
-        return [
-            ("run", f"{run.folder} ({state})"),
-            ("task", f"{task}: {facts['model']}, {facts['parameters'] / 1e6:.2f} M parameters"),
-            ("devices", f"{self.here.shape}, world size {self.here.shape.world_size}"),
-            ("strategy", facts["strategy"]),
-            ("precision", f"{self.here.precision.value} ({self.here.precision.reason})"),
-            ("global batch", batch),
-            *([("saves", str(self.config_init[self.command].checkpoint))] if self.wants_checkpoints else []),
-            ("continue", self.again),
-            *(("note", note) for note in self.here.notes + run.notes),
-        ]
 
 
 if __name__ == "__main__":

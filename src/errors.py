@@ -20,6 +20,10 @@ class AgreedError(UserError):
         self.exit_code = exit_code
 
 
+class Stopped(Exception):  # noqa: N818 no error
+    """Training ends between two steps on purpose, with its state saved. Every rank raises it at the same step."""
+
+
 def from_settings(error: Exception) -> bool:
     """Whether Lightning refused a setting by itself: its own complaint, with nobody's module on the way to it.
 

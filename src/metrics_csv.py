@@ -21,8 +21,9 @@ class MetricsCSV(Logger):
         super().__init__()
         self.path = path
         self.columns: list[str] = []
-        self._row: dict[str, Any] = {}
-        self._flushed: int | None = None  # the step whose row was written early
+        self._row: dict[str, Any] = {}  # the newest one, which may still grow
+        self._grown = False  # since it was written
+        self._written: int | None = None  # the step of the last row in the file
         if path.exists():
             with path.open(newline="") as file:
                 self.columns = next(csv.reader(file), [])
@@ -50,9 +51,9 @@ class MetricsCSV(Logger):
         step = 0 if step is None else step
         if self._row and self._row["step"] != step:
             self._write()
-        elif self._flushed == step and not self._row:
-            self.rewind(step + 1)  # the row grows after all
+            self._row = {}
         self._row = {"step": step} | self._row | {key: float(value) for key, value in metrics.items()}
+        self._grown = True
 
     @rank_zero_only
     def save(self) -> None:
@@ -61,9 +62,7 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def flush(self) -> None:
         """Write the row that is still open: the state of a step must not outlive the step's row. It may grow later."""
-        if self._row:
-            self._flushed = self._row["step"]
-            self._write()
+        self._write()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -73,29 +72,34 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step` optimizer steps; rows carry the index of a step, from 0."""
+        self._row, self._grown, self._written = {}, False, None
         if not self.path.exists():
             return
-        with self.path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
-        if rows and int(rows[-1]["step"]) == step - 1:
-            # Reopen the newest row: validation after that step may be logged once more.
-            self._row = {key: value for key, value in rows.pop().items() if value}
-            self._row["step"] = int(self._row["step"])
+        rows = [row for row in self._rows() if int(row["step"]) < step]
         self._rewrite(rows)
+        if rows and int(rows[-1]["step"]) == step - 1:
+            # Validation after that step may be logged once more. Until then the row stays in the file: a start that is
+            # killed before it has logged anything must not take it along.
+            self._row = {key: value for key, value in rows[-1].items() if value} | {"step": step - 1}
+            self._written = step - 1
 
     def _write(self) -> None:
-        if not self._row:
+        if not self._grown:
             return
-        if new := [key for key in self._row if key not in self.columns]:
-            rows = []
-            if self.path.exists():
-                with self.path.open(newline="") as file:
-                    rows = list(csv.DictReader(file))
+        new = [key for key in self._row if key not in self.columns]
+        again = self._row["step"] == self._written
+        if new or again:
+            rows = self._rows() if self.path.exists() else []
             self.columns += new
-            self._rewrite(rows)
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self.columns, restval="").writerow(self._row)
-        self._row = {}
+            self._rewrite([*(rows[:-1] if again else rows), self._row])
+        else:
+            with self.path.open("a", newline="") as file:
+                csv.DictWriter(file, self.columns, restval="").writerow(self._row)
+        self._grown, self._written = False, self._row["step"]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        with self.path.open(newline="") as file:
+            return list(csv.DictReader(file))
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         temporary = self.path.with_suffix(".tmp")

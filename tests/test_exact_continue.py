@@ -55,3 +55,25 @@ def test_two_processes_end_as_if_they_had_not_been_killed(tmp_path: Path) -> Non
     done = train(tmp_path / "again", "fit", *TWO, *RUN)
     assert "continues from step 7" in done.stdout
     assert list(differences(outcome(copy), outcome(tmp_path / "whole/killed"))) == []
+
+
+def test_a_run_in_short_slots_ends_like_a_long_one(tmp_path: Path) -> None:
+    """Each start has one second of training; the last one ends with the weights and the rows of a run in one go."""
+    rows = [
+        *RUN,
+        "--trainer.max_steps",
+        "1500",
+        "--checkpoint.every_n_steps",
+        "400",
+        "--trainer.log_every_n_steps",
+        "7",
+    ]
+    train(tmp_path / "whole", "fit", *CPU, *rows)
+    slots = 0
+    while not (tmp_path / "slots/killed/DONE").exists():
+        done = train(tmp_path / "slots", "fit", *CPU, *rows, "--trainer.max_time", "00:00:00:01")
+        assert ("stopped by max_time" in done.stdout) != ("finished at step 1500" in done.stdout)
+        slots += 1
+    assert slots > 1
+    whole, slotted = outcome(tmp_path / "whole/killed"), outcome(tmp_path / "slots/killed")
+    assert list(differences(slotted, whole)) == []

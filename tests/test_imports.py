@@ -8,7 +8,7 @@ import pytest
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 FILES = sorted(SRC.rglob("*.py"))
-ENTRY = ("cli", "command_line", "agreement", "resolution", "trainer")  # nothing else may import these
+ENTRY = ("cli", "command_line", "agreement", "resolution", "start", "trainer")  # nothing else may import these
 MACHINERY = (
     "strategies",
     "checkpoint",

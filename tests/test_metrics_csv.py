@@ -169,3 +169,21 @@ def test_a_real_training_is_one_row_per_step(path):
 def test_lightnings_log_dir_is_the_run_directory(path):
     """As the first logger, it makes `trainer.log_dir` the folder of its file, whatever other loggers say."""
     assert quiet_trainer(logger=[MetricsCSV(path)]).log_dir == str(path.parent)
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_start_that_is_killed_before_it_logs_takes_no_row_along(path, grown):
+    """The row of the step that a start goes on from stays in the file, also while more of it is being logged."""
+    first = MetricsCSV(path)
+    first.log_metrics({"train/loss": 1.0}, step=3)
+    first.flush()
+    second = MetricsCSV(path)
+    second.rewind(4)
+    if grown:
+        second.log_metrics({"val/loss": 2.0}, step=3)  # and is killed here
+    third = MetricsCSV(path)
+    third.rewind(4)
+    third.log_metrics({"val/loss": 2.0}, step=3)
+    third.finalize("success")
+    with path.open(newline="") as file:
+        assert list(csv.DictReader(file)) == [{"step": "3", "train/loss": "1.0", "val/loss": "2.0"}]

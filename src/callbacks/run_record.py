@@ -8,7 +8,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from src.callbacks.throughput import Throughput, peak_memory
 from src.checkpoint.best import SaveBest
-from src.errors import AgreedError
+from src.errors import AgreedError, Stopped
 from src.manifest import describe_start
 from src.precision import refuse_mixed_cards
 from src.run import Run
@@ -22,8 +22,7 @@ class RunRecord(Callback):
 
     Args:
         run: the run directory
-        world_size: processes that the configuration asks for
-        facts: what the manifest says beside code and machine (task, batch, precision …)
+        facts: what the manifest says beside code and machine (task, batch, precision, world_size …)
         block: lines of the start block, as (name, text)
         again: the command that continues this run
         speed: where samples/s come from
@@ -33,13 +32,12 @@ class RunRecord(Callback):
     def __init__(
         self,
         run: Run,
-        world_size: int,
         facts: dict[str, Any],
         block: list[tuple[str, str]],
         again: str,
         speed: Throughput,
     ) -> None:
-        self.run, self.world_size, self.facts, self.block, self.again = run, world_size, facts, block, again
+        self.run, self.world_size, self.facts, self.block, self.again = run, facts["world_size"], facts, block, again
         self._speed = speed
         self._started = time.monotonic()
         self._written = 0.0
@@ -67,7 +65,7 @@ class RunRecord(Callback):
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            logger.log_hyperparams(self.facts | {"world_size": self.world_size})
+            logger.log_hyperparams(self.facts)
         width = max(len(name) for name, _ in self.block)
         print("\n".join(f"{name:<{width}}  {text}" for name, text in self.block), flush=True)
         old = self.run.read_json("manifest.json")
@@ -79,7 +77,7 @@ class RunRecord(Callback):
             if old
             else []
         )
-        manifest = self.facts | {"world_size": self.world_size, "step": self.run.step, "command": self.again}
+        manifest = self.facts | {"step": self.run.step, "command": self.again}
         self.run.write_json(
             "manifest.json", manifest | describe_start(self.run, self.cards) | {"earlier_starts": earlier}
         )
@@ -95,6 +93,9 @@ class RunRecord(Callback):
             self.write(trainer, "running")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: D102
+        if isinstance(exception, Stopped):
+            self.write(trainer, f"stopped by {exception}")
+            return
         interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
         reason = "interrupted" if interrupted else "crashed"
         self.write(trainer, reason, f"{type(exception).__name__}: {exception}".strip(": "))

@@ -13,7 +13,7 @@ from src.checkpoint.files import fault
 from src.checkpoint.rank_state import EpochMetrics, Keeper, RandomNumbers, gather
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
 from src.checkpoint.write import WholeFiles
-from src.errors import AgreedError, UserError
+from src.errors import AgreedError, Stopped, UserError
 
 
 class SaveNewest(Callback):
@@ -28,6 +28,7 @@ class SaveNewest(Callback):
         settings: when, and how many to keep
         keepers: others that have a state of their own on every rank, by name
         after_save: called when training goes on after a save, which clocks may want to leave out
+        limit: seconds of training after which this start saves and stops; None: none
 
     """
 
@@ -37,8 +38,9 @@ class SaveNewest(Callback):
         settings: CheckpointSettings,
         keepers: dict[str, Keeper] | None = None,
         after_save: Callable[[], None] = lambda: None,
+        limit: float | None = None,
     ) -> None:
-        self.folder, self.settings, self.schedule = folder, settings, Schedule(settings)
+        self.folder, self.settings, self.schedule = folder, settings, Schedule(settings, limit)
         self.keepers, self.after_save = dict(keepers or {}), after_save
         self._loaded: list[dict[str, Any]] | None = None
         self._accumulation = 1
@@ -51,7 +53,7 @@ class SaveNewest(Callback):
             at_step_boundaries(trainer, lambda: self._at_boundary(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
-        self.schedule.saved(trainer)
+        self.schedule.begin(trainer)
         self._ended, self._accumulation = False, trainer.accumulate_grad_batches
         self._metrics = EpochMetrics(trainer, pl_module)
         own: dict[str, Keeper] = {"random": RandomNumbers(trainer.strategy.root_device), "metrics": self._metrics}
@@ -64,7 +66,11 @@ class SaveNewest(Callback):
             self._checked = True
             _refuse_unsafe(trainer)
         if self.schedule.due(trainer):
-            self._save(trainer)
+            self._save(trainer, last=self.schedule.over)
+        if self.schedule.over:
+            # Here, and not by `should_stop`, which first validates and ends the epoch: rows that a run which is not
+            # stopped does not have.
+            raise Stopped("max_time")
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
         self._metrics.add_pending()
@@ -75,7 +81,7 @@ class SaveNewest(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._ended = True
         if trainer.global_step > self.schedule.step:
-            self._save(trainer)
+            self._save(trainer, last=True)
         if isinstance(trainer.strategy.checkpoint_io, WholeFiles):
             trainer.strategy.checkpoint_io.wait()
 
@@ -125,7 +131,7 @@ class SaveNewest(Callback):
 
     # --- how ---
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, last: bool) -> None:
         path = self.folder / f"step={trainer.global_step:08d}.ckpt"
         for logger in trainer.loggers:
             # A run that goes on from this state logs nothing again of what came before it.
@@ -135,7 +141,7 @@ class SaveNewest(Callback):
         files = trainer.strategy.checkpoint_io
         begun, step = time.monotonic(), trainer.global_step
         # Collective: every rank takes part, whichever of them writes.
-        if background(trainer, self.settings.asynchronous and not self._ended):
+        if background(trainer, self.settings.asynchronous and not last):
             stalled: list[float] = []
             trainer.save_checkpoint(
                 path, storage_options=lambda error: self._written(path, step, error, begun, stalled)
@@ -144,8 +150,8 @@ class SaveNewest(Callback):
         else:
             trainer.save_checkpoint(path)
             written = not trainer.is_global_zero or self._written(path, step, getattr(files, "error", None), begun, [])
-            if self._ended and not written:
-                raise RuntimeError(f"the end of the run, step {step}, is not saved; make room and continue")
+            if last and not written:
+                raise RuntimeError(f"the end of this start, step {step}, is not saved; make room and continue")
         self.schedule.saved(trainer)
         self.after_save()
 
@@ -154,7 +160,7 @@ class SaveNewest(Callback):
         if not is_saved(path, step, error):
             return False
         self._prune()
-        if not self._told and not self._ended:
+        if not self._told and not (self._ended or self.schedule.over):
             self._told = True
             seconds = time.monotonic() - begun
             self._tell(path, step, seconds, stalled[0] if stalled else seconds)

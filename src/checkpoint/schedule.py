@@ -1,5 +1,6 @@
 """When the newest state is saved: every N steps, every T minutes, at the end of an epoch; on all ranks alike."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -62,41 +63,54 @@ class CheckpointSettings:
 
 
 class Schedule:
-    """Says when a save is due. Minutes are rank 0's, which the others learn every few seconds."""
+    """Says when a save is due, and when this start has had its time. Rank 0's clock, which all learn every few seconds.
 
-    def __init__(self, settings: CheckpointSettings) -> None:
+    Args:
+        settings: when to save
+        limit: seconds of training after which this start stops, with its state saved; None: none
+
+    """
+
+    def __init__(self, settings: CheckpointSettings, limit: float | None = None) -> None:
         self._every = [n for n in (settings.every_n_steps, settings.keep_every_n_steps) if n]
         self._every_epoch = settings.every_epoch
-        self._seconds = None if settings.every_n_minutes is None else settings.every_n_minutes * 60
+        self._between = math.inf if settings.every_n_minutes is None else settings.every_n_minutes * 60
+        self._limit = math.inf if limit is None else limit
+        self.over = False
+
+    def begin(self, trainer: Trainer) -> None:
+        """Training starts, with the state that it has."""
+        self._begun, self.over = time.monotonic(), False
+        self.saved(trainer)
 
     def saved(self, trainer: Trainer) -> None:
-        """This state is on disk, or it is the one that training begins with."""
+        """The state of now is on disk, or it is the one that training begins with."""
         self.step, self._epoch = trainer.global_step, trainer.current_epoch
         self._clock = self._asked = time.monotonic()
-        self._asked_at, self._ask_at = self.step, self.step + 1
+        self._asked_at, self._ask_at, self._up = self.step, self.step + 1, False
 
     def due(self, trainer: Trainer) -> bool:
         """Whether the state between two steps is to be saved. Collective at the steps that all have agreed on."""
         step = trainer.global_step
         if step <= self.step:
             return False
-        if any(step // n > self.step // n for n in self._every):
-            return True
-        if self._every_epoch and trainer.current_epoch > self._epoch:
-            return True
-        return self._seconds is not None and step >= self._ask_at and self._time_is_up(trainer, self._seconds)
+        if min(self._between, self._limit) < math.inf and step >= self._ask_at:
+            self._ask(trainer)
+        new_epoch = self._every_epoch and trainer.current_epoch > self._epoch
+        return self._up or self.over or new_epoch or any(step // n > self.step // n for n in self._every)
 
-    def _time_is_up(self, trainer: Trainer, seconds: float) -> bool:
+    def _ask(self, trainer: Trainer) -> None:
         step, now = trainer.global_step, time.monotonic()
         per_step = (now - self._asked) / (step - self._asked_at)
-        ahead = int(min(AGREE_SECONDS, seconds / 10) / max(per_step, 1e-6))
-        answer = torch.tensor([now - self._clock >= seconds, max(1, min(ahead, MOST_AHEAD))])
+        ahead = int(min(AGREE_SECONDS, self._between / 10, self._limit / 10) / max(per_step, 1e-6))
+        up, over = now - self._clock >= self._between, now - self._begun >= self._limit
+        answer = torch.tensor([up, over, max(1, min(ahead, MOST_AHEAD))])
         if trainer.world_size > 1:
             answer = answer.to(trainer.strategy.root_device)
             torch.distributed.broadcast(answer, 0)
-        up, ahead = answer.tolist()
+        up, over, ahead = answer.tolist()
+        self._up, self.over = bool(up), bool(over)
         self._asked, self._asked_at, self._ask_at = now, step, step + int(ahead)
-        return bool(up)
 
 
 def best_interval(cost: float, between: float) -> float:

@@ -30,7 +30,8 @@ def fit(run, rows):
     def train(module=None, world_size=1, checkpoints=False, **settings):
         speed = Throughput()
         block = [("run", run.folder), ("global batch", "2 = 2 micro")]
-        record = RunRecord(run, world_size, {"task": "line", "precision": "32-true"}, block, AGAIN, speed)
+        facts = {"task": "line", "precision": "32-true", "world_size": world_size}
+        record = RunRecord(run, facts, block, AGAIN, speed)
         callbacks = [record, speed]
         if checkpoints:
             chosen = CheckpointSettings(every_n_steps=2)

@@ -181,7 +181,7 @@ def test_a_full_disk_costs_a_save_and_nothing_else(
 
 def test_a_run_whose_end_cannot_be_saved_does_not_end_well(tmp_path: Path, limit: Callable[[int], None]) -> None:
     """The last state is the result: without it the command fails, and the newest older state is still there."""
-    with pytest.raises(RuntimeError, match="the end of the run, step 10, is not saved"):
+    with pytest.raises(RuntimeError, match="the end of this start, step 10, is not saved"):
         fit(tmp_path, Heavy(limit, range(8, 11)))
     found = newest(tmp_path)
     assert found is not None
