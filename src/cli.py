@@ -27,6 +27,8 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from src.agreement import agree
 from src.batching import in_micro_batches, stop_workers
+from src.callbacks.breaker_rules import BreakerSettings
+from src.callbacks.circuit_breaker import CircuitBreaker
 from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.predictions import WritePredictions
@@ -40,7 +42,7 @@ from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, with_defaults
-from src.errors import AgreedError, Stopped, UserError, from_settings, hint
+from src.errors import AgreedError, Stopped, TrippedError, UserError, from_settings, hint
 from src.files import write_text
 from src.loggers import keep_wandb_run, run_loggers
 from src.resolution import resolve
@@ -57,7 +59,7 @@ EXIT_INTERRUPTED = 130  # Ctrl-C
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input, 65 no whole checkpoint)."""
+    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input, 65 no whole checkpoint, 70 tripped)."""
     argv = sys.argv[1:] if argv is None else argv
     quieten()
     prepare()
@@ -82,7 +84,10 @@ def _run(cli: "ProjectCLI") -> int:
     try:
         cli.run_subcommand()
     except AgreedError as error:
-        return _complain(error) if cli.trainer.is_global_zero else error.exit_code
+        code = _complain(error) if cli.trainer.is_global_zero else error.exit_code
+        if isinstance(error, TrippedError) and torch.distributed.is_initialized():
+            torch.distributed.barrier()  # a launcher ends all ranks when one leaves: not before rank 0 has said it
+        return code
     except UserError as error:
         return _complain(error)
     except SystemExit as stop:
@@ -196,6 +201,7 @@ class ProjectCLI(LightningCLI):
             "--activation_checkpointing", type=bool, default=False, help="recompute blocks' activations"
         )
         parser.add_class_arguments(CheckpointSettings, "checkpoint")
+        parser.add_class_arguments(BreakerSettings, "breaker")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse strictly; an error becomes one line."""
@@ -370,10 +376,13 @@ class ProjectCLI(LightningCLI):
         block = start_block(run, facts, self.here, self.settings, saves, self.again)
         record = RunRecord(run, facts, block, self.again, speed)
         # The record comes first: its checks must precede everything else, and it must see every exception. Saving comes
-        # before the clock, which does not count it, and after the states that it saves.
+        # before the clock, which does not count it, and after the states that it saves. The breaker comes after what it
+        # hears and before saving, so that the end of a broken run is not saved.
         callbacks: list[Callback] = [record, Termination(), loss, LossScale()]
+        folder = run.path / "checkpoints"
+        if (breaker := self.config_init[self.command].breaker).enabled:
+            callbacks.append(CircuitBreaker(breaker, self.again, folder if self.wants_checkpoints else None))
         if self.wants_checkpoints:
-            folder = run.path / "checkpoints"
             newest = SaveNewest(folder, settings, {"loss": loss}, speed.restart_clock, self.time_limit)
             callbacks += [newest, SaveBest(folder, settings)]
         callbacks += [speed, *([Progress(loss, speed)] if self.wants_progress else [])]

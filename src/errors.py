@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+EXIT_TRIPPED = 70
+
 
 class UserError(Exception):
     """Bad input or a machine that does not fit it. The text says what it got, what is allowed, what to do."""
@@ -22,6 +24,17 @@ class AgreedError(UserError):
 
 class Stopped(Exception):  # noqa: N818 no error
     """Training ends between two steps on purpose, with its state saved. Every rank raises it at the same step."""
+
+
+class TrippedError(AgreedError):
+    """Training stopped itself because its metrics say that it is broken.
+
+    Its exit code is its own (EX_SOFTWARE): nothing should restart such a run by itself, as a continued run is exact and
+    comes to the same.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, EXIT_TRIPPED)
 
 
 def from_settings(error: Exception) -> bool:

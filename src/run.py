@@ -6,7 +6,7 @@ runs/<name>/config.yaml      the merged configuration; feed it back with --confi
             metrics.csv      one row per logged step
             tensorboard/     the same metrics
             checkpoints/
-            summary.json     where it stands, written while it runs, when it ends and when it crashes
+            summary.json     where it stands, written while it runs, when it ends, crashes or is tripped
             DONE             only in a run that finished
 """
 

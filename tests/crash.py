@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
@@ -35,3 +36,34 @@ class KilledAtStep(SmallModule):
         if marker and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FlatRate(SmallModule):
+    """SmallModule whose learning rate never changes."""
+
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers()["optimizer"]
+
+
+class BadFromStep(SmallModule):
+    """SmallModule whose loss is NaN in some optimizer steps, and whose weights stay as they are in those.
+
+    Args:
+        first: the first of them, from 1; -1 never
+        last: the last of them
+        rank: the only rank whose loss it is; -1 all
+
+    """
+
+    def __init__(self, first: int = -1, last: int = -1, rank: int = -1, **settings: float) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.first, self.last, self.rank = first, last, rank
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        bad = self.first <= self.global_step + 1 <= self.last and self.rank in (-1, self.global_rank)
+        return super().training_step(batch, batch_idx) * (float("nan") if bad else 1.0)
+
+    def on_before_optimizer_step(self, optimizer: object) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_()

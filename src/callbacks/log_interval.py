@@ -1,6 +1,16 @@
 """When a row is due, and writing it: the same for every callback that logs."""
 
+from typing import Protocol, runtime_checkable
+
 from lightning import Trainer
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """A callback that wants to know what other callbacks log, which Lightning's `callback_metrics` does not hold."""
+
+    def hear_row(self, values: dict[str, float]) -> None:
+        """Take note of a row, on every rank."""
 
 
 def row_is_due(trainer: Trainer, since: int) -> bool:
@@ -16,6 +26,9 @@ def write_row(trainer: Trainer, values: dict[str, float]) -> None:
     """Log at the index of the step that just ended, from 0, as Lightning counts."""
     for logger in trainer.loggers:
         logger.log_metrics(values, step=trainer.global_step - 1)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Listener):
+            callback.hear_row(values)
 
 
 def steps_in_all(trainer: Trainer) -> float:

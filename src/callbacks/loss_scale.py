@@ -19,11 +19,11 @@ class LossScale(Callback):
         self._before: Tensor | None = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:  # noqa: D102
-        scale = self._scale(trainer)
+        scale = current_scale(trainer)
         self._before = None if scale is None else scale.clone()
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
-        scale = self._scale(trainer)
+        scale = current_scale(trainer)
         if scale is None or self._before is None:
             return
         self._skipped = self._skipped + (scale < self._before).float()
@@ -37,10 +37,11 @@ class LossScale(Callback):
     def load_state_dict(self, state_dict: dict[str, float]) -> None:  # noqa: D102
         self._skipped = state_dict["skipped"]
 
-    @staticmethod
-    def _scale(trainer: Trainer) -> Tensor | None:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if not isinstance(scaler, torch.amp.GradScaler):
-            return None
-        # `_scale` is the device tensor; the public get_scale() would wait for the device in every step.
-        return scaler._scale
+
+def current_scale(trainer: Trainer) -> Tensor | None:
+    """The loss scale, on the device; None in a precision without a loss scaler."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if not isinstance(scaler, torch.amp.GradScaler):
+        return None
+    # `_scale` is the device tensor; the public get_scale() would wait for the device in every step.
+    return scaler._scale

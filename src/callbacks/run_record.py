@@ -8,7 +8,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from src.callbacks.throughput import Throughput, peak_memory
 from src.checkpoint.best import SaveBest
-from src.errors import AgreedError, Stopped
+from src.errors import AgreedError, Stopped, TrippedError
 from src.manifest import describe_start
 from src.precision import refuse_mixed_cards
 from src.run import Run
@@ -97,7 +97,7 @@ class RunRecord(Callback):
             self.write(trainer, f"stopped by {exception}")
             return
         interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
-        reason = "interrupted" if interrupted else "crashed"
+        reason = "tripped" if isinstance(exception, TrippedError) else "interrupted" if interrupted else "crashed"
         self.write(trainer, reason, f"{type(exception).__name__}: {exception}".strip(": "))
         self.ended = True
 
