@@ -188,6 +188,9 @@ class CircuitBreaker(Callback):
         if (verdict := self.judge.verdict) is None:
             return
         self.judge.verdict = None  # whoever goes on from the state that is saved here wants another chance
+        for saver in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(saver, ModelCheckpoint):
+                saver.save_on_exception = False  # the state of a broken run is saved once, where nothing finds it
         said = "" if self.folder is None else self._save(trainer, self.folder)
         if trainer.is_global_zero:
             said = explain(trainer, verdict, self.again, self.folder, said)

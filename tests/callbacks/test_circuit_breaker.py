@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
@@ -277,6 +278,13 @@ def test_a_trip_keeps_the_state_and_puts_the_streak_aside(fit, tmp_path):
     for text in (str(folder / "tripped"), f"healthy checkpoint is {folder}/step=00000004.ckpt (step 4)"):
         assert text in said
     assert said.endswith("then continue with: the command")
+
+
+def test_nobody_saves_on_the_way_out(fit, tmp_path):
+    """A ModelCheckpoint that saves when training raises does not save the state of a broken run."""
+    saver = ModelCheckpoint(dirpath=tmp_path / "own", save_on_exception=True, every_n_train_steps=1000)
+    assert fit(Sick(between(5, 14)), {}, callbacks=[saver])[0] == 14
+    assert not list((tmp_path / "own").glob("*"))
 
 
 def test_nothing_is_overwritten_when_it_trips_again(fit, tmp_path):
