@@ -1,12 +1,15 @@
 """The command after a kill: what it ends with is, to the last bit, what it would have ended with."""
 
+import itertools
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from src.checkpoint import schedule
 from src.checkpoint.compare import differences, outcome
 from src.cli import main
 from tests.commands import CPU, SMALL, TWO, cut_back, only_run, train
@@ -57,23 +60,20 @@ def test_two_processes_end_as_if_they_had_not_been_killed(tmp_path: Path) -> Non
     assert list(differences(outcome(copy), outcome(tmp_path / "whole/killed"))) == []
 
 
-def test_a_run_in_short_slots_ends_like_a_long_one(tmp_path: Path) -> None:
-    """Each start has one second of training; the last one ends with the weights and the rows of a run in one go."""
-    rows = [
-        *RUN,
-        "--trainer.max_steps",
-        "1500",
-        "--checkpoint.every_n_steps",
-        "400",
-        "--trainer.log_every_n_steps",
-        "7",
-    ]
-    train(tmp_path / "whole", "fit", *CPU, *rows)
-    slots = 0
-    while not (tmp_path / "slots/killed/DONE").exists():
-        done = train(tmp_path / "slots", "fit", *CPU, *rows, "--trainer.max_time", "00:00:00:01")
-        assert ("stopped by max_time" in done.stdout) != ("finished at step 1500" in done.stdout)
-        slots += 1
-    assert slots > 1
-    whole, slotted = outcome(tmp_path / "whole/killed"), outcome(tmp_path / "slots/killed")
-    assert list(differences(slotted, whole)) == []
+def test_a_run_in_short_slots_ends_like_a_long_one(
+    run_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each start has time for a few steps; the last one ends with the weights and the rows of a run in one go."""
+    assert main(["fit", *CPU, *RUN]) == 0
+    whole = outcome(only_run(run_root))
+    monkeypatch.setenv("RUN_ROOT", str(run_root.parent / "slots"))
+    seconds = itertools.count()
+    # One second for each look at the clock.
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    stops = 0
+    while not (run_root.parent / "slots/killed/DONE").exists():
+        assert main(["fit", *CPU, *RUN, "--trainer.max_time", "00:00:00:09"]) == 0
+        stops += "stopped by max_time at step" in capsys.readouterr().out
+        assert stops < 9
+    assert stops > 1
+    assert list(differences(outcome(run_root.parent / "slots/killed"), whole)) == []

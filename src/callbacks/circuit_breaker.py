@@ -201,19 +201,19 @@ class CircuitBreaker(Callback):
         trainer.save_checkpoint(path)
         if not trainer.is_global_zero:
             return ""
-        return f"The state of now is {path}. " if is_saved(trainer, Path(path)) else ""
+        error = getattr(trainer.strategy.checkpoint_io, "error", None)
+        return f"The state of now is {path}. " if is_saved(Path(path), trainer.global_step, error) else ""
 
     # --- say what has no effect ---
 
     def _note_settings(self, trainer: Trainer) -> None:
         if self.settings.spike_factor != BreakerSettings.spike_factor and not self.settings.spike:
             print("note: breaker.spike_factor has no effect without a metric in breaker.spike")
-        saver = next((call for call in trainer.callbacks if isinstance(call, SaveNewest)), None)  # type: ignore[attr-defined]
-        every = min(trainer.log_every_n_steps or LATEST, LATEST)  # type: ignore[attr-defined]
-        late = self.settings.steps + every - 1
-        if saver is not None and self.settings.nonfinite and late > saver.every_n_steps * (saver.keep - 1):
+        savers = [call.settings for call in trainer.callbacks if isinstance(call, SaveNewest)]  # type: ignore[attr-defined]
+        late = self.settings.steps + min(trainer.log_every_n_steps or LATEST, LATEST) - 1  # type: ignore[attr-defined]
+        if self.settings.nonfinite and any(late > saver.every_n_steps * (saver.keep - 1) for saver in savers):
             print(
-                f"note: a run that breaks is stopped up to {late} steps after it broke, when all {saver.keep} kept "
+                f"note: a run that breaks is stopped up to {late} steps after it broke, when all {savers[0].keep} kept "
                 "checkpoints may be of broken steps; raise --checkpoint.keep or --checkpoint.every_n_steps"
             )
 

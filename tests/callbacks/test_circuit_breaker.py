@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from src.callbacks.breaker_rules import BreakerSettings, Judge
 from src.callbacks.circuit_breaker import CircuitBreaker, largest_gradient
 from src.callbacks.global_batch import GlobalBatch
+from src.checkpoint.best import SaveBest
 from src.checkpoint.choose import newest
-from src.checkpoint.save import CheckpointSettings, SaveBest, SaveNewest
+from src.checkpoint.save import SaveNewest
+from src.checkpoint.schedule import CheckpointSettings
 from src.errors import TrippedError, UserError
 from tests.tiny import Line, loader, quiet_trainer
 
