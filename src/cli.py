@@ -384,7 +384,7 @@ class ProjectCLI(LightningCLI):
             callbacks.append(CircuitBreaker(breaker, self.again, folder if self.wants_checkpoints else None))
         if self.wants_checkpoints:
             newest = SaveNewest(folder, settings, {"loss": loss}, speed.restart_clock, self.time_limit)
-            callbacks += [newest, SaveBest(folder, settings)]
+            callbacks += [newest, SaveBest(folder, settings, newest)]
         callbacks += [speed, *([Progress(loss, speed)] if self.wants_progress else [])]
         self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
         return record

@@ -8,14 +8,19 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from src.checkpoint.choose import score_inside
-from src.checkpoint.save import background, is_saved
+from src.checkpoint.save import SaveNewest, is_linked
 from src.checkpoint.schedule import CheckpointSettings
 
 
 class SaveBest(ModelCheckpoint):
-    """Keeps the best state by `monitor` as `best-step=….ckpt`; says so once when nobody logs that metric."""
+    """Keeps the best state by `monitor` as `best-step=….ckpt`; says so once when nobody logs that metric.
 
-    def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
+    The state is saved by `newest`, after the validation and all else that follows from the step, and only once where
+    the newest state is due too. A run can go on from it as from any other, unless the validation came between two micro
+    batches of one step, which a fraction as val_check_interval can bring.
+    """
+
+    def __init__(self, folder: Path, settings: CheckpointSettings, newest: SaveNewest) -> None:
         super().__init__(
             dirpath=folder,
             filename="best-{step:08d}",
@@ -25,47 +30,49 @@ class SaveBest(ModelCheckpoint):
             save_on_train_epoch_end=False,  # but where validation ends, in the middle of an epoch or at its end
             enable_version_counter=False,
         )
-        self._told, self._asynchronous = False, settings.asynchronous
+        self.folder, self.newest = folder, newest
+        self._told, self._named = False, ""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: the paths in it are those of the folder's old place where a run was moved. The files know better."""
+        """No paths: they are of the folder's old place where a run was moved. The files know better."""
+        self._named = Path(state_dict["best_model_path"]).name
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Know the best of an earlier start, which may be younger than the state that training goes on from."""
         super().on_train_start(trainer, pl_module)
-        assert self.dirpath is not None
-        for path in Path(self.dirpath).glob("best-*.ckpt"):
-            score = score_inside(path, self.state_key)
-            better = torch.lt if self.mode == "min" else torch.gt
-            if score is None or (self.best_model_score is not None and not better(score, self.best_model_score)):
-                continue
-            self.best_model_path = self.kth_best_model_path = str(path)
+        found = trainer.strategy.broadcast(self._find(trainer.global_step) if trainer.is_global_zero else None)
+        if found is not None:
+            path, score = found
+            self.best_model_path = self.kth_best_model_path = path
             self.best_model_score = self.kth_value = score
-            self.best_k_models = {str(path): score}
+            self.best_k_models = {path: score}
+
+    def _find(self, step: int) -> tuple[str, torch.Tensor] | None:
+        """The best on the disk and its score. On one rank, whose answer is everybody's."""
+        newest = self.folder / f"step={step:08d}.ckpt"
+        if self._named == f"best-{newest.name}" and newest.is_file():  # killed before it had both its names
+            is_linked(newest, self.folder / self._named)
+        scores = {str(path): score_inside(path, self.state_key) for path in self.folder.glob("best-*.ckpt")}
+        known = [(path, score) for path, score in scores.items() if score is not None]
+        choose = min if self.mode == "min" else max
+        found = choose(known, key=lambda item: float(item[1]), default=None)
+        for path, _ in known:
+            if found is not None and path != found[0]:  # killed before the last best was gone
+                Path(path).unlink(missing_ok=True)
+        return found
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        files = background(trainer, self._asynchronous)
-        if files is None:
-            super()._save_checkpoint(trainer, filepath)
-            return
-        trainer.save_checkpoint(filepath, storage_options=_later)
+        path = Path(filepath)
+        self.newest.as_best(path, lambda: self._delete_others(path))
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Delete the last best, when the new one is there."""
-        if not trainer.is_global_zero:
-            return
-        new, step, files = Path(self.best_model_path), trainer.global_step, trainer.strategy.checkpoint_io
+        """Nothing yet: the last best goes when the new one is there."""
 
-        def remove() -> None:
-            if is_saved(new, step, getattr(files, "error", None)):
-                files.remove_checkpoint(filepath)
-
-        behind = background(trainer, self._asynchronous)
-        if behind is None:
-            remove()
-        else:
-            behind.after(remove)
+    def _delete_others(self, best: Path) -> None:
+        for path in self.folder.glob("best-*.ckpt"):
+            if path != best:
+                path.unlink(missing_ok=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:
@@ -77,7 +84,3 @@ class SaveBest(ModelCheckpoint):
                 f"note: checkpoint.monitor {self.monitor!r} is never logged (logged: {logged}), so no best checkpoint "
                 "is kept; set --checkpoint.monitor to one of them"
             )
-
-
-def _later(error: Exception | None) -> None:
-    """Whether it went well is asked when the last best is to go."""

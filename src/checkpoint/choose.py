@@ -20,8 +20,8 @@ class NoWholeCheckpointError(UserError):
 def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None:
     """The whole checkpoint with the most steps, and that number; None where the folder holds no checkpoint file.
 
-    The best by a metric are saved in the middle of a step and count only where no other is whole. A damaged file gives
-    way to the next, and is said.
+    The best by a metric may be of the middle of a step and count only where no other is whole. A damaged file gives way
+    to the next, and is said.
 
     Args:
         folder: of `*.ckpt` files

@@ -12,8 +12,10 @@ from src.checkpoint.contents import refuse_unsafe
 from src.checkpoint.files import fault
 from src.checkpoint.rank_state import EpochMetrics, Keeper, RandomNumbers, gather
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
-from src.checkpoint.write import WholeFiles
+from src.checkpoint.write import WholeFiles, give_name
 from src.errors import AgreedError, Stopped, UserError
+
+Best = tuple[Path, Callable[[], None]]
 
 
 class SaveNewest(Callback):
@@ -43,6 +45,7 @@ class SaveNewest(Callback):
         self.folder, self.settings, self.schedule = folder, settings, Schedule(settings, limit)
         self.keepers, self.after_save = dict(keepers or {}), after_save
         self._loaded: list[dict[str, Any]] | None = None
+        self._best: Best | None = None
         self._accumulation = 1
         self._ended = self._checked = self._told = False
 
@@ -65,8 +68,9 @@ class SaveNewest(Callback):
         if not self._checked:
             self._checked = True
             _refuse_unsafe(trainer)
-        if self.schedule.due(trainer):
-            self._save(trainer, last=self.schedule.over)
+        due = self.schedule.due(trainer)
+        if due or self._best:
+            self._save(trainer, due, last=self.schedule.over)
         if self.schedule.over:
             # Here, and not by `should_stop`, which first validates and ends the epoch: rows that a run which is not
             # stopped does not have.
@@ -80,8 +84,9 @@ class SaveNewest(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._ended = True
-        if trainer.global_step > self.schedule.step:
-            self._save(trainer, last=True)
+        due = trainer.global_step > self.schedule.step
+        if due or self._best:
+            self._save(trainer, due, last=True)
         if isinstance(trainer.strategy.checkpoint_io, WholeFiles):
             trainer.strategy.checkpoint_io.wait()
 
@@ -89,6 +94,13 @@ class SaveNewest(Callback):
         """What has been copied still gets to the disk."""
         if isinstance(trainer.strategy.checkpoint_io, WholeFiles):
             trainer.strategy.checkpoint_io.wait()
+
+    def as_best(self, path: Path, then: Callable[[], None]) -> None:
+        """Save the state before the next batch as `path`, and call `then` when it is there.
+
+        A state that is due at that moment anyway is written once and has two names.
+        """
+        self._best = path, then
 
     # --- what ---
 
@@ -131,8 +143,10 @@ class SaveNewest(Callback):
 
     # --- how ---
 
-    def _save(self, trainer: Trainer, last: bool) -> None:
-        path = self.folder / f"step={trainer.global_step:08d}.ckpt"
+    def _save(self, trainer: Trainer, due: bool, last: bool) -> None:
+        best, self._best = self._best, None
+        newest = self.folder / f"step={trainer.global_step:08d}.ckpt"
+        path = best[0] if best and not due else newest
         for logger in trainer.loggers:
             # A run that goes on from this state logs nothing again of what came before it.
             flush = getattr(logger, "flush", None) or getattr(getattr(logger, "experiment", None), "flush", None)
@@ -140,31 +154,30 @@ class SaveNewest(Callback):
                 flush()  # TensorBoard keeps two minutes of events to itself
         files = trainer.strategy.checkpoint_io
         begun, step = time.monotonic(), trainer.global_step
+        stalled: list[float] = []
+
+        def written(error: Exception | None) -> bool:
+            """On the process that writes, in its thread where it writes behind training."""
+            if not is_saved(path, step, error):
+                return False
+            if best and (path == best[0] or is_linked(path, best[0])):
+                best[1]()
+            self._prune()
+            self._tell(path, step, time.monotonic() - begun, stalled)
+            return True
+
         # Collective: every rank takes part, whichever of them writes.
         if background(trainer, self.settings.asynchronous and not last):
-            stalled: list[float] = []
-            trainer.save_checkpoint(
-                path, storage_options=lambda error: self._written(path, step, error, begun, stalled)
-            )
+            trainer.save_checkpoint(path, storage_options=written)
             stalled.append(time.monotonic() - begun)
         else:
             trainer.save_checkpoint(path)
-            written = not trainer.is_global_zero or self._written(path, step, getattr(files, "error", None), begun, [])
-            if last and not written:
+            whole = not trainer.is_global_zero or written(getattr(files, "error", None))
+            if last and due and not whole:
                 raise RuntimeError(f"the end of this start, step {step}, is not saved; make room and continue")
-        self.schedule.saved(trainer)
+        if due:
+            self.schedule.saved(trainer)
         self.after_save()
-
-    def _written(self, path: Path, step: int, error: Exception | None, begun: float, stalled: list[float]) -> bool:
-        """On the process that writes, in its thread where it writes behind training: is it there, and what follows."""
-        if not is_saved(path, step, error):
-            return False
-        self._prune()
-        if not self._told and not (self._ended or self.schedule.over):
-            self._told = True
-            seconds = time.monotonic() - begun
-            self._tell(path, step, seconds, stalled[0] if stalled else seconds)
-        return True
 
     def _prune(self) -> None:
         for_good = self.settings.keep_every_n_steps
@@ -172,12 +185,15 @@ class SaveNewest(Callback):
             if not (for_good and int(path.stem.removeprefix("step=")) % for_good == 0):
                 path.unlink()
 
-    def _tell(self, path: Path, step: int, seconds: float, stalled: float) -> None:
-        hours = self.settings.hours_between_interruptions
-        best = max(best_interval(stalled, hours * 3600), seconds)
+    def _tell(self, path: Path, step: int, seconds: float, stalled: list[float]) -> None:
+        if self._told or self._ended or self.schedule.over:
+            return
+        self._told = True
+        waited, hours = stalled[0] if stalled else seconds, self.settings.hours_between_interruptions
+        best = max(best_interval(waited, hours * 3600), seconds)
         print(
             f"note: the first save (step {step}, {path.stat().st_size / 2**20:.1f} MiB) took {seconds:.2f} s, training "
-            f"waited {stalled:.2f} s of it; with an interruption every {hours:g} h, a save every {best / 60:.2g} min "
+            f"waited {waited:.2f} s of it; with an interruption every {hours:g} h, a save every {best / 60:.2g} min "
             "loses least",
             flush=True,
         )
@@ -203,3 +219,13 @@ def is_saved(path: Path, step: int, error: Exception | None) -> bool:
     if reason:
         print(f"warning: step {step} could not be saved ({reason}); older checkpoints stay", flush=True)
     return not reason
+
+
+def is_linked(path: Path, other: Path) -> bool:
+    """Whether a saved state could be given its other name; where it could not, say so. For the rank that writes."""
+    try:
+        give_name(path, other)
+    except OSError as error:
+        print(f"warning: {path} could not be kept as {other.name} ({error})", flush=True)
+        return False
+    return True

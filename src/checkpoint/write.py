@@ -1,6 +1,7 @@
 """Writes checkpoint files that are whole or not there, while training goes on."""
 
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from src.checkpoint.contents import Copies, plain
 from src.checkpoint.files import TEMPORARY
 
-Then = Callable[[Exception | None], None]
+Then = Callable[[Exception | None], object]
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -57,13 +58,6 @@ class WholeFiles(TorchCheckpointIO):
         self.error = write(checkpoint, path)
         then(self.error)
 
-    def after(self, act: Callable[[], None]) -> None:
-        """Do it when what is being written is written."""
-        if self._writer is None or self._pending is None:
-            act()
-        else:
-            self._pending = self._writer.submit(act)
-
     def wait(self) -> None:
         """Until nothing is being written; raises what the function that a save was given has raised."""
         if self._pending is not None:
@@ -93,6 +87,27 @@ def write(checkpoint: dict[str, Any], target: Path) -> Exception | None:
         temporary.unlink(missing_ok=True)
         return error
     return None
+
+
+def give_name(path: Path, other: Path) -> None:
+    """Let what is at `path` be at `other` too, whole or not at all: the same bytes where the file system has links.
+
+    Raises:
+        OSError: the copy that it takes elsewhere has no room.
+
+    """
+    temporary = other.with_name(TEMPORARY.format(name=other.name))
+    try:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(path, temporary)
+        except OSError:  # object stores mounted as folders, SMB
+            shutil.copyfile(path, temporary)
+            _sync(temporary)
+        os.replace(temporary, other)
+        _sync(other.parent)
+    finally:
+        temporary.unlink(missing_ok=True)  # where `other` was that file already, replacing does nothing
 
 
 def _sync(path: Path) -> None:

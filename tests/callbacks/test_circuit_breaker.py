@@ -72,7 +72,8 @@ def fit(tmp_path, rows):
         saving: list[Any] = []
         if folder:
             chosen = CheckpointSettings(every_n_steps=1, keep=keep)
-            saving = [SaveNewest(place, chosen), SaveBest(place, chosen)]
+            newest = SaveNewest(place, chosen)
+            saving = [newest, SaveBest(place, chosen, newest)]
         more = {"max_steps": 40, "max_epochs": -1, "log_every_n_steps": 1, "num_sanity_val_steps": 0} | more
         trainer = quiet_trainer(
             callbacks=[*callbacks, breaker, *saving],

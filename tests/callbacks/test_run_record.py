@@ -35,7 +35,8 @@ def fit(run, rows):
         callbacks = [record, speed]
         if checkpoints:
             chosen = CheckpointSettings(every_n_steps=2)
-            callbacks += [saver(run.path / "checkpoints", chosen) for saver in (SaveNewest, SaveBest)]
+            newest = SaveNewest(run.path / "checkpoints", chosen)
+            callbacks += [newest, SaveBest(run.path / "checkpoints", chosen, newest)]
         trainer = quiet_trainer(callbacks=callbacks, logger=[rows], max_steps=4, **settings)
         trainer.fit(module or Line(), *loaders(trainer, torch.ones(8, 1), 2))
         return record, trainer

@@ -158,7 +158,8 @@ class Heavy(Line):
 
 def fit(folder: Path, module: Line, *, asynchronous: bool = False) -> None:
     settings = CheckpointSettings(every_n_steps=2, keep=1, asynchronous=asynchronous)
-    savers = [SaveNewest(folder, settings), SaveBest(folder, settings)]
+    newest = SaveNewest(folder, settings)
+    savers = [newest, SaveBest(folder, settings, newest)]
     trainer = quiet_trainer(callbacks=savers, plugins=[WholeFiles()], max_steps=10, val_check_interval=3)
     trainer.fit(module, *loaders(trainer, DATA, 2))
 

@@ -2,7 +2,6 @@ import pytest
 import torch
 from lightning import Callback
 
-from src.checkpoint.best import SaveBest
 from src.checkpoint.choose import newest
 from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
@@ -70,58 +69,6 @@ def test_a_resumed_run_ends_like_one_that_was_never_stopped(tmp_path, fit):
     assert (found[1], trainer.global_step) == (12, 20)
     assert torch.equal(whole.weight, resumed.weight)
     assert names(tmp_path) == ["step=00000015.ckpt", "step=00000020.ckpt"]
-
-
-@pytest.mark.parametrize("when", [{"val_check_interval": 3}, {"limit_train_batches": 3}])
-@pytest.mark.parametrize(("mode", "best"), [("min", 6), ("max", 9)])
-def test_the_best_by_the_metric_is_kept(tmp_path, fit, mode, best, when):
-    """One best state stays, whether validation is inside of an epoch or at its end: that of the best value."""
-
-    class Scored(Line):
-        def validation_step(self, batch, batch_idx):
-            self.log("score", {0: 0.0, 3: 0.5, 6: 0.1, 9: 0.9, 12: 0.3}[self.global_step])
-
-    saver = SaveBest(tmp_path, CheckpointSettings(monitor="score", mode=mode))
-    fit([saver], Scored(), max_steps=12, num_sanity_val_steps=1, **when)
-    assert names(tmp_path) == [f"best-step={best:08d}.ckpt"]
-    assert newest(tmp_path) == (tmp_path / f"best-step={best:08d}.ckpt", best)
-
-
-def test_a_metric_that_is_never_logged_is_said_once(tmp_path, fit, capsys):
-    """Validations without the monitored metric keep no best state, and one note names what is logged instead."""
-    saver = SaveBest(tmp_path, CheckpointSettings(monitor="val/accuracy"))
-    fit([saver], max_steps=9, val_check_interval=3)
-    said = capsys.readouterr().out
-    assert said.count("checkpoint.monitor 'val/accuracy' is never logged") == 1
-    assert "(logged: val/loss)" in said
-    assert names(tmp_path) == []
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.parametrize(("mode", "sign"), [("min", 1), ("max", -1)])
-@pytest.mark.parametrize(("later", "best"), [(0.3, 9), (0.05, 12)])
-def test_a_resumed_run_knows_the_best_of_the_earlier_start(tmp_path, fit, mode, sign, later, best):
-    """A later value wins over the best one of the start before only if it is better, and one best file stays."""
-
-    class Scored(Line):
-        def validation_step(self, batch, batch_idx):
-            self.log("score", {3: 0.5, 6: 0.4, 9: 0.1, 12: later}[self.global_step] * sign)
-
-    settings = CheckpointSettings(every_n_steps=3, monitor="score", mode=mode)
-
-    def start(steps, resume=None):
-        saver = SaveBest(tmp_path, settings)
-        when = {"val_check_interval": 3, "num_sanity_val_steps": 0, "max_steps": steps}
-        fit([SaveNewest(tmp_path, settings), saver], Scored(), resume, **when)
-        return saver
-
-    start(9)
-    # This state is older than the validation at its step, so it does not know that step 9 is the best.
-    saver = start(12, tmp_path / "step=00000009.ckpt")
-    expected = tmp_path / f"best-step={best:08d}.ckpt"
-    assert [path for path in tmp_path.iterdir() if path.name.startswith("best-")] == [expected]
-    assert saver.best_model_path == str(expected)
-    assert float(saver.best_model_score or 0) == pytest.approx(sign * min(0.1, later))
 
 
 @pytest.mark.parametrize("name", ["keep", "every_n_steps"])
