@@ -1,5 +1,6 @@
 """Every shipped configuration, and what the shapes say."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,23 @@ def test_every_configuration_parses(path: Path, capsys: pytest.CaptureFixture[st
     names_model = "model" in (yaml.safe_load(path.read_text()) or {})
     config = yaml.safe_load(printed(capsys, "--config", str(path), *([] if names_model else BORING)))
     assert "class_path" in config["model"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "least", "most"),
+    [
+        ("fast", timedelta(0), timedelta(minutes=2)),
+        ("1hour", timedelta(minutes=50), timedelta(hours=1)),
+        ("3hour", timedelta(hours=2.5), timedelta(hours=2, minutes=59)),
+        ("full", timedelta(days=1), timedelta(days=2)),
+    ],
+)
+def test_a_preset_for_a_slot_leaves_room_for_the_start_and_the_last_save(
+    preset: str, least: timedelta, most: timedelta
+) -> None:
+    """fast, 1hour, 3hour and full stop by themselves before the time that they are named for."""
+    cli = ProjectCLI(["fit", *SMALL, "--config", f"configs/presets/{preset}.yaml"])
+    assert least < timedelta(seconds=cli.time_limit or 0) < most
 
 
 def test_a_printed_configuration_can_be_fed_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,105 @@
+"""Look at this machine before a run needs it.
+
+    python -m src.doctor            # everything
+    python -m src.doctor --storage  # where runs live: does it outlive this machine, is there room, how fast is it
+
+Exit code 0 where nothing is wrong, 1 where something may cost a run, 2 where it cannot be used.
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from src.cpus import usable_cpus
+from src.errors import UserError
+from src.run import newest_first
+from src.storage import filesystem, run_root
+
+WRITTEN = 64  # MiB that the speed is measured with
+Line = tuple[str, str, bool]  # what it is about, what was found, whether that may cost a run
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what was found; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m src.doctor", description="Look at this machine.")
+    parser.add_argument("--storage", action="store_true", help="only where runs live")
+    arguments = parser.parse_args(argv)
+    doubtful = 0
+    try:
+        for lines in [storage()] if arguments.storage else [machine(), storage()]:
+            for name, text, doubt in lines:
+                print(f"{name:<12}  {'warning: ' if doubt else ''}{text}", flush=True)
+                doubtful += doubt
+    except UserError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return error.exit_code
+    return int(doubtful > 0)
+
+
+def machine() -> Iterator[Line]:
+    """Versions and cards."""
+    yield "python", f"{platform.python_version()}, torch {torch.__version__}", False
+    yield "cpus", f"{usable_cpus()}", False
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        memory = f"{card.total_memory / 2**30:.0f} GiB, compute capability {card.major}.{card.minor}"
+        yield f"gpu {index}", f"{card.name}, {memory}", False
+    if not torch.cuda.is_available():
+        yield "gpus", "none that torch can use", False
+
+
+def storage() -> Iterator[Line]:
+    """Where runs live."""
+    root, notes = run_root()
+    origin = "RUN_ROOT" if os.environ.get("RUN_ROOT") else "RUN_ROOT is not set"
+    yield "run root", f"{root} ({origin}; {filesystem(root.resolve()) or 'unknown'} file system)", False
+    for note in notes:
+        yield "", note, True
+    usage = shutil.disk_usage(root)
+    yield "room", f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB are free", False
+    speed = writing_speed(root)
+    # fp32 weights and two moments of Adam: 12 bytes a parameter.
+    yield (
+        "writing",
+        f"{speed:.0f} MiB/s: a checkpoint of a billion parameters takes {12e9 / 2**20 / speed:.0f} s",
+        False,
+    )
+    runs = newest_first(root)
+    found = [f"{run.name} ({len(list(run.glob('checkpoints/*.ckpt')))} checkpoints)" for run in runs[:3]]
+    yield "runs", f"{len(runs)}{': ' if found else ''}{', '.join(found)}{' …' if len(runs) > 3 else ''}", False
+
+
+def writing_speed(folder: Path) -> float:
+    """MiB/s to the disk, not to memory that the system would write later.
+
+    Raises:
+        UserError: it cannot be written.
+
+    """
+    probe = folder / f".speed-{os.getpid()}"
+    block = os.urandom(2**20)
+    try:
+        begun = time.perf_counter()
+        with probe.open("wb") as file:
+            for _ in range(WRITTEN):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return WRITTEN / (time.perf_counter() - begun)
+    except OSError as error:
+        raise UserError(
+            f"{folder} does not take {WRITTEN} MiB ({error.strerror}): make room or set RUN_ROOT"
+        ) from error
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What `python -m src.doctor` says before a run is started."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from src import doctor, storage
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run root that outlives the machine, whatever lies under it here."""
+    monkeypatch.setattr(storage, "NODE_LOCAL", ())
+    monkeypatch.setattr(storage, "VANISHING_FILESYSTEMS", ())
+    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def test_a_good_place_for_runs_is_described(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Place, room, speed and the runs that lie there; exit code 0, and no trace of the measurement."""
+    checkpoints = root / "first" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (root / "first" / "config.yaml").touch()
+    for step in (1, 2):
+        (checkpoints / f"step={step}.ckpt").touch()
+    assert doctor.main(["--storage"]) == 0
+    said = capsys.readouterr().out
+    assert f"{root} (RUN_ROOT;" in said
+    assert "GiB are free" in said
+    assert "MiB/s" in said
+    assert "1: first (2 checkpoints)" in said
+    assert "gpu" not in said
+    assert [path.name for path in root.iterdir()] == ["first"]
+
+
+def test_the_whole_machine_is_described(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without an option: versions and cards too."""
+    assert doctor.main([]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} >= {"python", "cpus", "room"}
+
+
+def test_a_place_that_vanishes_is_a_warning(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node's own disk may cost the run: said, and exit code 1."""
+    monkeypatch.setattr(storage, "NODE_LOCAL", (str(root.parent),))
+    assert doctor.main(["--storage"]) == 1
+    assert f"warning: the run root {root} is node-local" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_one_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No room for the measurement: what to do, exit code 2, and no half file left."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert doctor.main(["--storage"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {root} does not take 64 MiB (No space left on device): make room or set RUN_ROOT\n"
+    )
+    assert list(root.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_made_is_one_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run root inside of a file: exit code 2."""
+    root.parent.joinpath("file").touch()
+    monkeypatch.setenv("RUN_ROOT", str(root.parent / "file/runs"))
+    assert doctor.main([]) == 2
+    assert "cannot be written to (Not a directory)" in capsys.readouterr().err
