@@ -4,6 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from src.errors import UserError
 from src.strategies.ddp import DDP
+from src.strategies.fsdp import FSDP
 
 # gradient_as_bucket_view saves one copy of the gradients; find_unused_parameters costs a graph walk per step.
 StrategyRegistry.register("ddp", DDP, "one replica per device", override=True, gradient_as_bucket_view=True)
@@ -16,7 +17,34 @@ StrategyRegistry.register(
     find_unused_parameters=True,
 )
 
-NAMES = ("auto", "ddp", "ddp_find_unused")
+StrategyRegistry.register(
+    "fsdp_no_shard", DDP, "ddp, as PyTorch itself now says", override=True, gradient_as_bucket_view=True
+)
+StrategyRegistry.register("fsdp_full_shard", FSDP, "parameters, gradients and optimizer in parts", override=True)
+StrategyRegistry.register(
+    "fsdp_shard_grad_op",
+    FSDP,
+    "parameters whole from forward to backward",
+    override=True,
+    reshard_after_forward=False,
+)
+StrategyRegistry.register(
+    "fsdp_hybrid_shard",
+    FSDP,
+    "in parts over a node, replicated over nodes",
+    override=True,
+    ranks_per_shard="node",
+)
+
+NAMES = (
+    "auto",
+    "ddp",
+    "ddp_find_unused",
+    "fsdp_full_shard",
+    "fsdp_shard_grad_op",
+    "fsdp_no_shard",
+    "fsdp_hybrid_shard",
+)
 
 
 def resolve_strategy(requested: object, world_size: int) -> object:

@@ -13,11 +13,53 @@ from torch.utils.checkpoint import checkpoint
 
 from src.errors import UserError
 
+UNIT = 1_000_000  # parameters; gathering fewer costs more in starting than in sending
+
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Every instance of the classes that some module of `model` lists in BLOCKS."""
     classes = tuple({cls for module in model.modules() for cls in getattr(module, "BLOCKS", ())})
     return [module for module in model.modules() if classes and isinstance(module, classes)]
+
+
+def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules to gather one by one, with their names, inner ones first.
+
+    They are the model's BLOCKS; where it names none, what a Hugging Face model says must not be split; else modules
+    with a million parameters or more that are in no smaller such one. A module that shares a parameter with another
+    part of the model is left to the root.
+    """
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    chosen = find_blocks(model) or [module for module in model.modules() if type(module).__name__ in named]
+    chosen = chosen or _by_size(model)
+    names = {module: name for name, module in model.named_modules()}
+    return [(names[unit], unit) for unit in reversed(chosen) if unit is not model and not _shares(unit, model)]
+
+
+def _by_size(model: nn.Module) -> list[nn.Module]:
+    """Outer ones first. Attention reads its projection's weights without calling it, a list is never called at all."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """How many parameters are left to what holds `module`."""
+        inner = [] if isinstance(module, nn.MultiheadAttention) else list(module.children())
+        within = [parameter for child in inner for parameter in child.parameters()]
+        own = [parameter for parameter in module.parameters() if not any(parameter is other for other in within)]
+        left = sum(parameter.numel() for parameter in own) + sum(visit(child) for child in inner)
+        if left < UNIT or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return left
+        found.append(module)
+        return 0
+
+    visit(model)
+    return found[::-1]
+
+
+def _shares(unit: nn.Module, model: nn.Module) -> bool:
+    inside = {id(parameter) for parameter in unit.parameters()}
+    within = set(unit.modules())
+    outside = [module for module in model.modules() if module not in within]
+    return any(id(parameter) in inside for module in outside for parameter in module.parameters(recurse=False))
 
 
 def _blocks_or_refuse(model: nn.Module, setting: str) -> list[nn.Module]:

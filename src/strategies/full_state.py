@@ -1,0 +1,54 @@
+"""From the parts that ranks have to whole tensors, which every strategy can load, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+
+def full(state: Any, keep: bool) -> Any:
+    """The same nested state with every sharded tensor whole, in the host's memory.
+
+    One tensor after the other, so that a device never holds more than one of them whole. Collective.
+
+    Args:
+        state: dictionaries, lists and tuples of tensors and of plain values
+        keep: whether this rank wants the result; where not, sharded tensors are left out
+
+    """
+    if isinstance(state, DTensor):
+        whole = state.full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(state, Mapping):
+        return type(state)((key, full(value, keep)) for key, value in state.items())  # type: ignore[call-arg]
+    if isinstance(state, list | tuple):
+        return type(state)(full(value, keep) for value in state)
+    return state
+
+
+def like(whole: Any, part: Any) -> Any:
+    """The part of `whole` that this rank has of `part`; `whole` itself where `part` is not sharded."""
+    if not isinstance(part, DTensor) or not isinstance(whole, Tensor) or isinstance(whole, DTensor):
+        return whole
+    whole = whole.to(part.to_local().device, part.dtype)
+    # Every rank has the file: nothing to send.
+    return distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
+
+
+def optimizer_like(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's whole state in the parts of `optimizer`'s parameters: momenta and the like, by their shape."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parts = {}
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in state["state"]:
+            parts[number] = {
+                name: like(value, parameter)
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                else value
+                for name, value in state["state"][number].items()
+            }
+    return {**state, "state": parts}
