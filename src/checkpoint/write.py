@@ -1,9 +1,11 @@
 """Writes checkpoint files that are whole or not there, while training goes on."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from src.checkpoint.contents import Copies, plain
 from src.checkpoint.files import TEMPORARY
 
+FULL = 2**20  # bytes; a file system keeps back a few
 Then = Callable[[Exception | None], object]
 
 
@@ -84,9 +87,21 @@ def write(checkpoint: dict[str, Any], target: Path) -> Exception | None:
         os.replace(temporary, target)
         _sync(target.parent)  # the new name too; without it a power cut may bring back the old one
     except Exception as error:  # a full disk is a RuntimeError of torch's, an object without pickle anything
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder that is gone or read-only
+            error = _plainly(error, target.parent)
+            temporary.unlink(missing_ok=True)
         return error
     return None
+
+
+def _plainly(error: Exception, folder: Path) -> Exception:
+    """What the disk said, where torch has words of its own ("enforce fail at inline_container.cc … pos 64 vs 0")."""
+    if isinstance(error, RuntimeError) and "inline_container" in str(error):
+        if said := re.search(r"strerror: (.+)", str(error)):
+            return OSError(said[1])
+        if shutil.disk_usage(folder).free < FULL:
+            return OSError("no space left on the disk")
+    return error
 
 
 def give_name(path: Path, other: Path) -> None:

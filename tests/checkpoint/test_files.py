@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from src.checkpoint import write as write_module
 from src.checkpoint.best import SaveBest
 from src.checkpoint.choose import newest
 from src.checkpoint.files import clear_temporary, fault, steps_inside
@@ -187,3 +189,56 @@ def test_a_run_whose_end_cannot_be_saved_does_not_end_well(tmp_path: Path, limit
     found = newest(tmp_path)
     assert found is not None
     assert found[1] == 8
+
+
+class Barred(Heavy):
+    """While it is `full`, the folder is a file: nothing can be made in it."""
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        folder = Path(str(self.trainer.checkpoint_callback.dirpath))  # type: ignore[union-attr]
+        away = folder.with_name("away")
+        if self.global_step in self.full and folder.is_dir():
+            folder.rename(away)
+            folder.touch()
+        elif self.global_step not in self.full and folder.is_file():
+            folder.unlink()
+            away.rename(folder)
+
+
+def test_a_folder_that_cannot_be_written_to_costs_saves_and_nothing_else(
+    tmp_path: Path, limit: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training goes on and says why nothing is saved; the older state stays until a newer one is there."""
+    fit(tmp_path / "checkpoints", Barred(limit, range(3, 7)))
+    said = capsys.readouterr().out
+    for step in (4, 6):
+        assert f"warning: step {step} could not be saved" in said
+    assert "inline_container" not in said
+    assert "step 8 could not be saved" not in said
+    assert max(steps_inside(path) for path in (tmp_path / "checkpoints").glob("step=*.ckpt")) == 10
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "said"),
+    [
+        ("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0", 0, "no space left on the disk"),
+        ("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0", 2**30, "unexpected pos 64 vs 0"),
+        (
+            "[enforce fail at inline_container.cc:747] . open file failed with strerror: Read-only file system",
+            2**30,
+            "Read-only file system",
+        ),
+    ],
+)
+def test_a_disk_that_refuses_is_said_in_its_own_words(
+    error: str, free: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's words for a full or a read-only disk become the disk's; other words stay."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(torch, "save", refuse)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    reason = write_module.write({}, tmp_path / "step=1.ckpt")
+    assert str(reason).startswith(said) or str(reason).endswith(said)
