@@ -45,11 +45,13 @@ from src.command_line import config_files, explain, with_defaults
 from src.errors import AgreedError, Stopped, TrippedError, UserError, from_settings, hint
 from src.files import write_text
 from src.loggers import keep_wandb_run, run_loggers
+from src.precision import BF16Mixed
 from src.resolution import resolve
 from src.run import Run, find_run, open_run, release
 from src.start import block as start_block
 from src.start import continue_command
 from src.start import facts as start_facts
+from src.strategies import DDP, NAMES
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from src.trainer import ProjectTrainer
 
@@ -253,6 +255,9 @@ class ProjectCLI(LightningCLI):
         ]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(WholeFiles())
+        ours = self.here.strategy in NAMES or isinstance(config.strategy, DDP)
+        if own_precision := ours and self.here.precision.value == "bf16-mixed":
+            plugins.append(BF16Mixed("bf16-mixed", "cuda" if self.here.shape.accelerator == "gpu" else "cpu"))
         own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         self.wants_progress = config.enable_progress_bar is not False and not own_bar
         self.wants_checkpoints = config.enable_checkpointing is not False
@@ -264,7 +269,7 @@ class ProjectCLI(LightningCLI):
         return super().instantiate_trainer(
             accelerator=self.here.shape.accelerator,
             devices=list(self.here.shape.indices) if self.here.shape.indices else self.here.shape.devices,
-            precision=self.here.precision.value,
+            precision=None if own_precision else self.here.precision.value,
             strategy=self.here.strategy if isinstance(self.here.strategy, str) else config.strategy,
             accumulate_grad_batches=self.here.plan.accumulation if self.here.plan else config.accumulate_grad_batches,
             plugins=[*plugins, self.here.environment],

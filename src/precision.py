@@ -1,6 +1,11 @@
 """Which precision this hardware should use, and why."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import Precision as Plugin
+from torch.optim import Optimizer
 
 from src.errors import UserError
 
@@ -82,3 +87,14 @@ def refuse_mixed_cards(names: list[str]) -> None:
             f"mixed cards in one job: {found}. Ask Slurm for one kind (--gres=gpu:<type>:N or --constraint), "
             "or pick them with CUDA_VISIBLE_DEVICES"
         )
+
+
+class BF16Mixed(MixedPrecision):
+    """Lightning's bf16-mixed, which may clip the gradients of a fused optimizer as well.
+
+    Lightning 2.6.6 refuses that because with fp16 a fused optimizer unscales gradients itself, after they are clipped;
+    bf16 has no scale.
+    """
+
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: D102
+        Plugin.clip_gradients(self, optimizer, *args, **kwargs)

@@ -1,7 +1,11 @@
+from typing import Any
+
 import pytest
+import torch
 
 from src.errors import UserError
-from src.precision import CHOICES, Card, refuse_mixed_cards, resolve_precision
+from src.precision import CHOICES, BF16Mixed, Card, refuse_mixed_cards, resolve_precision
+from tests.tiny import Line, loaders, quiet_trainer
 
 V100 = Card("Tesla V100-SXM2-32GB", (7, 0))
 T4 = Card("Tesla T4", (7, 5))
@@ -81,3 +85,26 @@ def test_mixed_cards_are_refused_with_what_was_found():
         resolve_precision("32-true", [V100, A100, V100])
     refuse_mixed_cards(["CPU", "CPU"])
     refuse_mixed_cards([])
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_fused_optimizer_is_clipped_in_bf16(algorithm: str) -> None:
+    """bf16-mixed clips the gradients of a fused optimizer, which Lightning's own refuses."""
+    seen: list[float] = []
+
+    class Steep(Line):
+        def error(self, batch: torch.Tensor) -> torch.Tensor:
+            return 1000 * super().error(batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), self.lr, fused=True)
+
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            assert self.weight.grad is not None
+            seen.append(self.weight.grad.abs().item())
+
+    plugins = [BF16Mixed("bf16-mixed", "cpu")]
+    trainer = quiet_trainer(max_steps=2, plugins=plugins, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
+    trainer.fit(Steep(), *loaders(trainer, torch.ones(4, 1), 2))
+    assert seen == pytest.approx([0.5, 0.5], abs=1e-3)

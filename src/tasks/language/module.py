@@ -54,6 +54,10 @@ class LanguageModule(LightningModule):
         self.tokens_per_sample = context  # for tokens/s
         self.flops_per_sample = context * self.model.flops_per_token()  # for MFU
 
+    def forward(self, prompt: Tensor) -> Tensor:
+        """(B, T) bytes -> (B, T + sample_bytes). A call of the module, as that is where a sharded one is gathered."""
+        return self.model.generate(prompt, self.sample_bytes, temperature=0.8, top_k=40)
+
     def _loss(self, batch: Tensor) -> Tensor:
         """(B, T + 1) bytes -> mean loss in nats per byte."""
         tokens = batch.long()  # bytes travel to the device, indices are made there
@@ -88,7 +92,9 @@ class LanguageModule(LightningModule):
             {"params": matrices, "weight_decay": self.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
+        # One kernel for all parameters; with fp16 it would unscale gradients itself, after they are clipped.
+        fused = self.device.type == "cuda" and self.trainer.scaler is None
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=fused)
         schedule = LambdaLR(optimizer, self._lr_share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -108,7 +114,7 @@ class LanguageModule(LightningModule):
             return
         self.eval()
         prompt = torch.tensor(list(self.prompt.encode()) or [0], device=self.device)[None]
-        sample = self.model.generate(prompt, self.sample_bytes, temperature=0.8, top_k=40)[0]
+        sample = self(prompt)[0]
         if self.trainer.is_global_zero:
             text = bytes(sample.tolist()).decode("utf-8", "replace").replace("\0", "\n")
             print(f"\n--- sample ---\n{text.strip()}\n--------------\n")
