@@ -10,6 +10,7 @@ too, and compares weights, optimizer, schedules, counters and every logged row. 
 import argparse
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,17 +132,24 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--kills is {settings.kills}; it must be at least 1")
     if not any(argument.startswith("--checkpoint.every_n_steps") for argument in arguments):
         arguments = [*arguments, *SAVES]
-    with tempfile.TemporaryDirectory(prefix="selftest-") as folder:
-        try:
-            found = resume(Path(folder), arguments, settings.kills, settings.seed)
-        except FailedError as error:
-            print(f"error: a training failed by itself: {error}", file=sys.stderr)
-            return 1
+    folder = Path(tempfile.mkdtemp(prefix="selftest-"))
+    found = None
+    try:
+        found = resume(folder, arguments, settings.kills, settings.seed)
+    except FailedError as error:
+        print(f"error: a training failed by itself: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if not found:
+            shutil.rmtree(folder)
     if not found:
         print("bit-identical: weights, optimizer, schedules, counters and every logged row")
         return 0
+    # The first row that differs says when the two parted.
+    found.sort(key=lambda line: not line.startswith("metrics.csv"))
     more = f"\n… and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     print("DIFFERENT:\n" + "\n".join(found[:SHOWN]) + more)
+    print(f"both runs, with their logs: {folder}")
     return 1
 
 

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from src.checkpoint import schedule
 from src.checkpoint.compare import differences, outcome
 from src.cli import main
+from src.command_line import CONFIGS
 from tests.commands import CPU, SMALL, TWO, cut_back, only_run, train
 
 # Five steps per epoch, three epochs; validation in the middle of each.
@@ -29,6 +30,19 @@ def test_one_process_ends_as_if_it_had_not_been_killed(run_root: Path, monkeypat
         monkeypatch.setenv("RUN_ROOT", str(root))
         assert main(["fit", *CPU, *RUN]) == 0
         assert list(differences(outcome(copy), whole)) == [], step
+
+
+@pytest.mark.parametrize("task", sorted(path.stem for path in (CONFIGS / "tasks").glob("*.yaml")))
+def test_each_task_goes_on_exactly(task: str, run_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own schedule, metrics and data, in the middle of an epoch: a schedule may ask for the loaders early."""
+    keep = ["--checkpoint.every_n_steps", "1", "--checkpoint.keep", "99", "--trainer.log_every_n_steps", "3"]
+    short = ["--trainer.max_steps", "9", "--trainer.limit_val_batches", "1", "--trainer.val_check_interval", "4"]
+    command = ["fit", *CPU, "--task", task, *keep, *short, "--run", "killed"]
+    assert main(command) == 0
+    copy = cut_back(run_root / "killed", 5, run_root.parent / "again")
+    monkeypatch.setenv("RUN_ROOT", str(run_root.parent / "again"))
+    assert main(command) == 0
+    assert list(differences(outcome(copy), outcome(run_root / "killed"))) == []
 
 
 def test_a_kill_right_after_a_save_loses_no_row(tmp_path: Path) -> None:

@@ -27,25 +27,30 @@ def test_a_killed_run_is_found_bit_identical(
 def test_what_differs_is_reported_with_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each difference has a line with its place and its size."""
+    """Each difference has a line with its place and its size, rows first, and both runs stay to be looked at."""
 
     def forgetful(folder: Path, arguments: list[str], kills: int, seed: int) -> list[str]:
         weights = {"state_dict": {"w": torch.ones(4), "b": torch.ones(1)}, "global_step": 8}
         other = {"state_dict": {"w": torch.tensor([1.0, 1, 1, 1.5]), "b": torch.ones(1)}, "global_step": 9}
-        return list(differences(weights, other))
+        rows = {"metrics.csv": [{"step": "3"}]}, {"metrics.csv": [{"step": "4"}]}
+        return list(differences(weights | rows[0], other | rows[1]))
 
     monkeypatch.setattr(selftest, "resume", forgetful)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert selftest.main(["resume"]) == 1
+    (kept,) = tmp_path.iterdir()
     assert capsys.readouterr().out.splitlines() == [
         "DIFFERENT:",
+        "metrics.csv[0].step: '3', '4'",
         "state_dict.w: 1 of 4 values differ, by 0.5 at most",
         "global_step: 8, 9",
+        f"both runs, with their logs: {kept}",
     ]
 
 
 def test_a_training_that_fails_by_itself_is_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong setting is shown with the training's own words."""
-    assert selftest.main(["resume", "--", *CPU, "--trainer.max_epoch", "3"]) == 1
+    assert selftest.main(["resume", "--", *CPU, *SMALL, "--trainer.max_epoch", "3"]) == 1
     assert "did you mean trainer.max_epochs?" in capsys.readouterr().err
 
 

@@ -36,6 +36,21 @@ def at_step_boundaries(trainer: Trainer, act: Callable[[], None]) -> None:
     loop._on_before_fetch = act_before_fetch  # type: ignore[method-assign]
 
 
+def resume_data(trainer: Trainer) -> None:
+    """Give the loaders their positions back where Lightning has forgotten them.
+
+    It does so when it makes the loaders, and a `configure_optimizers` that asks for
+    `trainer.estimated_stepping_batches`, as many schedules do, has them made before the checkpoint is read (Lightning
+    2.6.6, issue 20550): the epoch began anew with the samples that it had had already.
+    """
+    loop = trainer.fit_loop
+    if loop._combined_loader_states_to_load and loop._combined_loader is not None:
+        loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+        loop._combined_loader_states_to_load = []
+        assert loop._data_fetcher is not None
+        iter(loop._data_fetcher)  # its iterators began at the beginning
+
+
 def as_boundary(checkpoint: dict[str, Any], trainer: Trainer) -> None:
     """Make a checkpoint that is saved when training has ended look as if training were about to go on.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from src.checkpoint.boundary import as_boundary, at_step_boundaries, in_batches_of
+from src.checkpoint.boundary import as_boundary, at_step_boundaries, in_batches_of, resume_data
 from src.checkpoint.contents import refuse_unsafe
 from src.checkpoint.files import fault
 from src.checkpoint.rank_state import EpochMetrics, Keeper, RandomNumbers, gather
@@ -56,6 +56,7 @@ class SaveNewest(Callback):
             at_step_boundaries(trainer, lambda: self._at_boundary(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        resume_data(trainer)
         self.schedule.begin(trainer)
         self._ended, self._accumulation = False, trainer.accumulate_grad_batches
         self._metrics = EpochMetrics(trainer, pl_module)

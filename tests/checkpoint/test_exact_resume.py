@@ -33,10 +33,10 @@ class Augmented(Dataset):
 class Everything(Line):
     """Draws from every generator, logs step, epoch and torchmetrics means, drops units, steps a schedule per epoch."""
 
-    def __init__(self, plateau: bool = False) -> None:
+    def __init__(self, schedule: str) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
-        self.metric, self.plateau = MeanMetric(), plateau
+        self.metric, self.schedule = MeanMetric(), schedule
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
@@ -53,20 +53,25 @@ class Everything(Line):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.net.parameters(), 0.01)
-        if self.plateau:
-            schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        schedule: Any
+        if self.schedule == "whole":
+            steps = int(self.trainer.estimated_stepping_batches)  # Lightning makes the loaders now
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        if self.schedule == "plateau":
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "epoch"}}
 
 
-def fit(folder: Path, seed: int, resume: Path | None, workers: int, plateau: bool, **settings: Any) -> tuple[Any, Rows]:
+def fit(folder: Path, seed: int, resume: Path | None, workers: int, schedule: str, **settings: Any) -> tuple[Any, Rows]:
     """Train; returns all that a checkpoint of the end would hold, and the rows."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     rows, loss = Rows(), GlobalBatch()
-    module = Everything(plateau)
+    module = Everything(schedule)
     saver = SaveNewest(folder, CheckpointSettings(every_n_steps=1, keep=99), {"loss": loss})
     trainer = quiet_trainer(callbacks=[loss, saver], logger=rows, **settings)
     train = loader(trainer, Augmented(), 2, train=True, num_workers=workers)
@@ -90,40 +95,41 @@ def merged(rows: Rows) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("workers", "plateau", "settings"),
+    ("workers", "schedule", "settings"),
     [
         pytest.param(
-            0, False, {"max_epochs": 3, "val_check_interval": 4, "log_every_n_steps": 3}, id="validation-inside"
+            0, "epoch", {"max_epochs": 3, "val_check_interval": 4, "log_every_n_steps": 3}, id="validation-inside"
         ),
-        pytest.param(0, True, {"max_epochs": 3}, id="plateau"),
-        pytest.param(0, False, {"max_steps": 26, "limit_train_batches": 9}, id="steps-and-a-limit"),
+        pytest.param(0, "plateau", {"max_epochs": 3}, id="plateau"),
+        pytest.param(0, "whole", {"max_epochs": 2, "val_check_interval": 4}, id="schedule-of-the-whole"),
+        pytest.param(0, "epoch", {"max_steps": 26, "limit_train_batches": 9}, id="steps-and-a-limit"),
         pytest.param(
             0,
-            False,
+            "epoch",
             {"max_epochs": 3, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1, "log_every_n_steps": 2},
             id="accumulation",
         ),
         pytest.param(
             0,
-            False,
+            "epoch",
             {"max_steps": 30, "val_check_interval": 7, "check_val_every_n_epoch": None, "log_every_n_steps": 4},
             id="validation-over-epochs",
         ),
-        pytest.param(2, False, {"max_epochs": 2, "val_check_interval": 4}, id="workers"),
+        pytest.param(2, "epoch", {"max_epochs": 2, "val_check_interval": 4}, id="workers"),
     ],
 )
 def test_every_checkpoint_leads_to_the_same_end(
-    workers: int, plateau: bool, settings: dict[str, Any], tmp_path: Path
+    workers: int, schedule: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Weights, optimizer, schedule, counters and every row are those of the uninterrupted run."""
-    end, rows = fit(tmp_path / "whole", 1, None, workers, plateau, **settings)
+    end, rows = fit(tmp_path / "whole", 1, None, workers, schedule, **settings)
     expected = merged(rows)
     assert {key for row in expected.values() for key in row} >= EVERYTHING - {"lr"}
     checkpoints = sorted((tmp_path / "whole").glob("step=*.ckpt"))
     assert len(checkpoints) == end["step"]
     for path in checkpoints[:-1] if workers == 0 else checkpoints[2:-1:4]:
         step = int(path.stem.removeprefix("step="))
-        resumed, later = fit(tmp_path / path.stem, 99, path, workers, plateau, **settings)
+        resumed, later = fit(tmp_path / path.stem, 99, path, workers, schedule, **settings)
         assert list(differences(end, resumed)) == [], path.stem
         wanted = {index: row for index, row in expected.items() if index >= step}
         assert merged(later) == wanted, path.stem

@@ -1,0 +1,173 @@
+"""Speed and memory of each strategy through the command, and of bare PyTorch loops of the same model beside them.
+
+    python benchmarks/strategies.py --gpus 2 --shape 1.2B
+    python benchmarks/strategies.py --gpus 1 --shape 85M --only ddp
+
+The language task's GPT over bytes, bf16, blocks and head with loss compiled, fused AdamW, clipping by norm; all on the
+same cards, one after the other. Peak memory is what PyTorch had allocated at most on rank 0.
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTEXT, STEPS, WARM = 1024, 30, 10
+# width, depth, heads, samples per GPU and pass
+SHAPES = {"85M": (768, 12, 12, 32), "1.2B": (2048, 24, 16, 8)}
+# name -> options of the command
+OURS = {
+    "ddp": ["--trainer.strategy", "ddp"],
+    "fsdp_shard_grad_op": ["--trainer.strategy", "fsdp_shard_grad_op"],
+    "fsdp_full_shard": ["--trainer.strategy", "fsdp_full_shard"],
+    "fsdp_full_shard + recomputed activations": [
+        *("--trainer.strategy", "fsdp_full_shard", "--activation_checkpointing", "true"),
+    ],
+    "fsdp_full_shard + CPU offload": [
+        *("--trainer.strategy", "src.strategies.FSDP", "--trainer.strategy.cpu_offload", "true"),
+    ],
+}
+BARE = {"ddp": "ddp", "fsdp_shard_grad_op": "grad_op", "fsdp_full_shard": "full"}
+
+
+def bare(shape: str, mode: str) -> None:
+    """One rank of the bare loop; prints what it measured."""
+    sys.path.insert(0, str(ROOT))
+    from src.models.gpt import GPT
+
+    width, depth, heads, micro = SHAPES[shape]
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.manual_seed(0)
+    model = GPT(256, width, depth, heads, CONTEXT).cuda()
+    flops = model.flops_per_token()
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    model.loss = torch.compile(model.loss, dynamic=False)
+    step: torch.nn.Module = _Step(model)
+    if world > 1:
+        torch.distributed.init_process_group("nccl")
+        step = _distribute(step, model, mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    data = torch.randint(0, 256, (micro, CONTEXT + 1), dtype=torch.uint8).pin_memory()
+    for index in range(WARM + STEPS):
+        if index == WARM:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16, enabled=mode == "ddp"):
+            loss = step(data.cuda(non_blocking=True))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    speed = micro * CONTEXT * STEPS / (time.perf_counter() - start)
+    if int(os.environ.get("RANK", 0)) == 0:
+        found = {"tokens": speed, "mfu": speed * flops / 989e12, "gib": torch.cuda.max_memory_allocated() / 2**30}
+        print(json.dumps(found), flush=True)
+    if world > 1:
+        torch.distributed.destroy_process_group()
+
+
+class _Step(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        tokens = batch.long()
+        return self.model.loss(self.model.features(tokens[:, :-1]), tokens[:, 1:])
+
+
+def _distribute(step: torch.nn.Module, model: torch.nn.Module, mode: str) -> torch.nn.Module:
+    if mode == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(step, gradient_as_bucket_view=True)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=mode == "full")
+    return fully_shard(step, mp_policy=policy, reshard_after_forward=False)
+
+
+def command(shape: str, gpus: int, options: list[str]) -> dict[str, Any]:
+    """The same through `python -m src.cli fit`: medians of the logged intervals after the warm-up."""
+    width, depth, heads, micro = SHAPES[shape]
+    settings: dict[str, Any] = {
+        "--task": "language",
+        "--config": f"configs/h100_n1_gpu{gpus}.yaml",
+        "--compile": "true",
+        "--global_batch_size": micro * gpus,
+        "--model.width": width,
+        "--model.depth": depth,
+        "--model.heads": heads,
+        "--model.context": CONTEXT,
+        "--model.sample_bytes": 0,
+        "--trainer.max_steps": WARM + STEPS,
+        "--trainer.limit_val_batches": 0,
+        "--trainer.enable_checkpointing": "false",
+        "--run": "speed",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [str(part) for pair in settings.items() for part in pair]
+        done = subprocess.run(
+            [sys.executable, "-m", "src.cli", "fit", *arguments, *options],
+            cwd=ROOT,
+            env=os.environ | {"RUN_ROOT": folder},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            return {"error": (done.stdout + done.stderr)[-1500:]}
+        with (Path(folder) / "speed" / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if int(row["step"]) >= WARM]
+    keys = {"tokens": "perf/tokens_per_sec", "mfu": "perf/mfu", "gib": "perf/peak_memory_gib"}
+    values = {name: median(float(row[key]) for row in rows if row[key]) for name, key in keys.items()}
+    return values | {"tokens": values["tokens"] / gpus}
+
+
+def run_bare(shape: str, gpus: int, mode: str) -> dict[str, Any]:
+    """The bare loop in processes of its own."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    loop = [sys.executable, *launcher, __file__, "--shape", shape, "--bare", mode]
+    done = subprocess.run(loop, capture_output=True, text=True)
+    return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
+
+
+def main() -> None:
+    """Print a row for each strategy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--shape", choices=SHAPES, default="1.2B")
+    parser.add_argument("--only", nargs="*", choices=OURS, default=list(OURS))
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare:
+        return bare(arguments.shape, arguments.bare)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.gpus} GPUs, {arguments.shape}")
+    print("strategy | tokens/s per GPU | MFU | peak GiB | bare loop | its GiB | ratio", flush=True)
+    for name in arguments.only:
+        ours = command(arguments.shape, arguments.gpus, OURS[name])
+        loop = run_bare(arguments.shape, arguments.gpus, BARE[name]) if name in BARE else {}
+        if error := ours.get("error") or loop.get("error"):
+            print(f"{name} | {error}", flush=True)
+            continue
+        row = f"{name} | {ours['tokens']:,.0f} | {ours['mfu']:.1%} | {ours['gib']:.1f}"
+        if loop:
+            row += f" | {loop['tokens']:,.0f} | {loop['gib']:.1f} | {ours['tokens'] / loop['tokens']:.3f}"
+        print(row, flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()
