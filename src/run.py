@@ -25,7 +25,7 @@ import yaml
 
 from src.changes import changes, keep_config, refuse_changed
 from src.checkpoint.choose import newest
-from src.checkpoint.files import clear_temporary, fault
+from src.checkpoint.files import clear_temporary, fault, ours
 from src.errors import UserError
 from src.files import read_json, write_text
 from src.storage import require_room, run_root
@@ -227,7 +227,7 @@ def find_run(name: str | None, model: Any) -> Run:
                 "or a file (--ckpt_path)"
             )
         folder = folders[0]
-    best = [path for path in sorted((folder / "checkpoints").glob("best-*.ckpt")) if fault(path) is None]
+    best = [path for path in ours(folder / "checkpoints", "best") if fault(path) is None]
     found = (best[-1], 0) if best else newest(folder / "checkpoints")
     if found is None:
         raise UserError(f"{folder} has no checkpoint yet")

@@ -8,6 +8,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from src.callbacks.throughput import Throughput, peak_memory
 from src.checkpoint.best import SaveBest
+from src.checkpoint.files import ours
 from src.errors import AgreedError, Stopped, TrippedError
 from src.manifest import describe_start
 from src.precision import refuse_mixed_cards
@@ -108,7 +109,7 @@ class RunRecord(Callback):
         self._written = time.monotonic()
         best = next((call for call in trainer.callbacks if isinstance(call, SaveBest)), None)  # type: ignore[attr-defined]
         score = None if best is None or best.best_model_score is None else float(best.best_model_score)
-        checkpoints = sorted((self.run.path / "checkpoints").glob("step=*.ckpt"))
+        checkpoints = ours(self.run.path / "checkpoints", "newest")
         memory = self._speed.values.get("perf/peak_memory_gib", peak_memory(trainer.strategy.root_device))
         seconds = self._speed.seconds
         rate = self._speed.samples * self.world_size / seconds if seconds else None

@@ -8,6 +8,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from src.checkpoint.choose import score_inside
+from src.checkpoint.files import ours
 from src.checkpoint.save import SaveNewest, is_linked
 from src.checkpoint.schedule import CheckpointSettings
 
@@ -52,7 +53,7 @@ class SaveBest(ModelCheckpoint):
         newest = self.folder / f"step={step:08d}.ckpt"
         if self._named == f"best-{newest.name}" and newest.is_file():  # killed before it had both its names
             is_linked(newest, self.folder / self._named)
-        scores = {str(path): score_inside(path, self.state_key) for path in self.folder.glob("best-*.ckpt")}
+        scores = {str(path): score_inside(path, self.state_key) for path in ours(self.folder, "best")}
         known = [(path, score) for path, score in scores.items() if score is not None]
         choose = min if self.mode == "min" else max
         found = choose(known, key=lambda item: float(item[1]), default=None)
@@ -70,7 +71,7 @@ class SaveBest(ModelCheckpoint):
         """Nothing yet: the last best goes when the new one is there."""
 
     def _delete_others(self, best: Path) -> None:
-        for path in self.folder.glob("best-*.ckpt"):
+        for path in ours(self.folder, "best"):
             if path != best:
                 path.unlink(missing_ok=True)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from src.checkpoint.files import fault, steps_inside
+from src.checkpoint.files import fault, goes_on, kind_by_name, steps_inside
 from src.errors import UserError
 
 QUARANTINE = "quarantine"
@@ -20,8 +20,9 @@ class NoWholeCheckpointError(UserError):
 def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None:
     """The whole checkpoint with the most steps, and that number; None where the folder holds no checkpoint file.
 
-    The best by a metric may be of the middle of a step and count only where no other is whole. A damaged file gives way
-    to the next, and is said.
+    The best by a metric may be of the middle of a step and count only where no other is whole, as do the files of a
+    user's own ModelCheckpoint; of these, one with weights alone is no checkpoint to go on from. A damaged file gives
+    way to the next, and is said.
 
     Args:
         folder: of `*.ckpt` files
@@ -34,13 +35,16 @@ def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None
     files = sorted(folder.glob("*.ckpt"))
     steps: dict[Path, int] = {}
     damaged: dict[Path, str] = {}
-    for path in files:
+    for path in list(files):
         try:
-            steps[path] = steps_inside(path)
+            if goes_on(path):
+                steps[path] = steps_inside(path)
+            else:
+                files.remove(path)
         except Exception as error:  # a torn file fails in many ways, none of which may stop the search
             damaged[path] = f"{type(error).__name__}: {error}".splitlines()[0]
     chosen = None
-    for path in sorted(steps, key=lambda file: (file.name.startswith("step="), steps[file]), reverse=True):
+    for path in sorted(steps, key=lambda file: (kind_by_name(file) == "newest", steps[file]), reverse=True):
         if reason := fault(path):
             damaged[path] = reason
         else:
@@ -73,5 +77,5 @@ def score_inside(path: Path, callback: str) -> torch.Tensor | None:
     """The best score that the callback of this state key knew when it wrote `path`; None where there is none."""
     if fault(path):
         return None
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["callbacks"].get(callback, {})
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("callbacks", {}).get(callback, {})
     return state.get("best_model_score")

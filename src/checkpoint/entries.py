@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from src.checkpoint.choose import newest
-from src.checkpoint.files import fault
+from src.checkpoint.files import fault, kind_by_name
 from src.errors import UserError
 from src.run import existing_run
 from src.storage import run_root
 
 FOLDER = "checkpoints"
-SERIES, BEST = "step=", "best-"  # how the names of the newest and of the best begin
 PARTS_OF_A_RUN = ("config.yaml", "summary.json", FOLDER)
 
 
@@ -34,6 +33,7 @@ class Entry:
     epoch: int | None = None
     monitor: str | None = None  # with `metric`, only of the best
     metric: float | None = None
+    weights_only: bool = False  # of a user's ModelCheckpoint: nothing goes on from it
     reason: str | None = None  # why it cannot be loaded, as far as a look that reads few bytes can tell
 
     @property
@@ -107,6 +107,7 @@ def look(path: Path) -> Entry | None:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         entry.step = int(content["global_step"])
         entry.epoch = content.get("epoch")
+        entry.weights_only = entry.kind == "other" and "optimizer_states" not in content
         if entry.kind == "best":
             entry.monitor, entry.metric = _score(content)
     except Exception as error:  # a torn file fails in many ways
@@ -118,7 +119,7 @@ def kind_of(path: Path) -> str:
     """What became of a checkpoint, by its place and name."""
     if path.parent.name != FOLDER:
         return path.parent.name
-    return "newest" if path.name.startswith(SERIES) else "best" if path.name.startswith(BEST) else "other"
+    return kind_by_name(path)
 
 
 def _score(content: dict[str, Any]) -> tuple[str | None, float | None]:

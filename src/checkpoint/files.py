@@ -1,11 +1,33 @@
 """Checkpoint files as they lie on the disk: how one is known to be good. Needs torch alone, so that it starts fast."""
 
+import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
+# What training itself saves under `checkpoints/`. A ModelCheckpoint of the user's writes there too, under other names.
+OURS = re.compile(r"(best-)?step=(\d{8,})")
 TEMPORARY = ".{name}.tmp"  # no `*.ckpt`, so that nothing takes it for a checkpoint
+
+
+def kind_by_name(path: Path) -> str:
+    """`newest` or `best`, and `other` for what somebody else has saved: that is neither deleted nor counted as ours."""
+    found = OURS.fullmatch(path.stem) if path.suffix == ".ckpt" else None
+    return "other" if found is None else "best" if found[1] else "newest"
+
+
+def ours(folder: Path, kind: str) -> list[Path]:
+    """What training has saved of this kind, fewest steps first."""
+    return sorted((path for path in folder.glob("*.ckpt") if kind_by_name(path) == kind), key=step_in_name)
+
+
+def step_in_name(path: Path) -> int:
+    """Of a file of ours."""
+    found = OURS.fullmatch(path.stem)
+    assert found is not None
+    return int(found[2])
 
 
 def fault(path: Path) -> str | None:
@@ -30,7 +52,16 @@ def fault(path: Path) -> str | None:
 
 def steps_inside(path: Path) -> int:
     """Optimizer steps done in a checkpoint: a memory-mapped load of tensors and plain types only (`weights_only`)."""
-    return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])
+    return int(_content(path)["global_step"])
+
+
+def goes_on(path: Path) -> bool:
+    """Whether training can go on from a file: one of weights alone, which a user's ModelCheckpoint may save, is none."""
+    return kind_by_name(path) != "other" or "optimizer_states" in _content(path)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def clear_temporary(folder: Path) -> None:

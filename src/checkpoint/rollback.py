@@ -24,7 +24,7 @@ def roll_back(run: Path, before_step: int) -> None:
     if (holder := owner(run)) is not None:
         raise UserError(f"run {run.name} is being trained right now by {holder}: stop it, then roll back")
     state = state_of(run)
-    earlier = [entry for entry in candidates(run) if (entry.step or 0) < before_step]
+    earlier = [entry for entry in candidates(run) if (entry.step or 0) < before_step and not entry.weights_only]
     target = next((entry for entry in earlier if fault(entry.path) is None), None)
     if target is None:
         damaged = f" ({len(earlier)} damaged)" if earlier else ""

@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from src.checkpoint.boundary import as_boundary, at_step_boundaries, in_batches_of, resume_data
 from src.checkpoint.contents import refuse_unsafe
-from src.checkpoint.files import fault
+from src.checkpoint.files import fault, ours, step_in_name
 from src.checkpoint.rank_state import EpochMetrics, Keeper, RandomNumbers, gather
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
 from src.checkpoint.write import WholeFiles, give_name
@@ -182,8 +182,8 @@ class SaveNewest(Callback):
 
     def _prune(self) -> None:
         for_good = self.settings.keep_every_n_steps
-        for path in sorted(self.folder.glob("step=*.ckpt"))[: -self.settings.keep]:
-            if not (for_good and int(path.stem.removeprefix("step=")) % for_good == 0):
+        for path in ours(self.folder, "newest")[: -self.settings.keep]:
+            if not (for_good and step_in_name(path) % for_good == 0):
                 path.unlink()
 
     def _tell(self, path: Path, step: int, seconds: float, stalled: list[float]) -> None:

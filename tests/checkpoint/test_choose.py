@@ -65,6 +65,18 @@ def test_no_file_is_no_checkpoint(tmp_path):
     assert newest(tmp_path) is None
 
 
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
+    """A file of weights that the user saves beside ours is neither chosen nor damaged; a whole state of theirs is."""
+    saved(tmp_path / "epoch=1-step=900.ckpt", 900)
+    assert newest(tmp_path) is None
+    other = tmp_path / "step=500.ckpt"
+    torch.save({"global_step": 500, "optimizer_states": []}, other)
+    assert newest(tmp_path) == (other, 500)
+    right = saved(tmp_path / "step=00000010.ckpt", 10)
+    assert newest(tmp_path, quarantine=True) == (right, 10)
+    assert len(list(tmp_path.glob("*.ckpt"))) == 3
+
+
 class Trap:
     """Runs code when it is unpickled, as a hostile checkpoint may."""
 

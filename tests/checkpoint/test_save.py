@@ -1,7 +1,9 @@
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from src.checkpoint.best import SaveBest
 from src.checkpoint.choose import newest
 from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
@@ -77,3 +79,19 @@ def test_nothing_kept_or_no_interval_is_refused(name, value):
     """Keeping no state, or saving one every 0 steps, is refused by name."""
     with pytest.raises(UserError, match=f"checkpoint.{name} is {value}; it must be at least 1"):
         CheckpointSettings(**{name: value})
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("name", ["{step}", "best-{epoch}-{step}", "step={step:03d}"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_files_of_a_users_own_checkpoints_are_theirs(tmp_path, fit, name, weights_only):
+    """A ModelCheckpoint of the user's in the same folder loses no file to ours and takes none of ours away."""
+    settings, resume = CheckpointSettings(every_n_steps=3, monitor="val/loss"), None
+    for steps in (8, 12):
+        user = ModelCheckpoint(tmp_path, name, save_top_k=-1, every_n_train_steps=5, save_weights_only=weights_only)
+        saver = SaveNewest(tmp_path, settings)
+        fit([user, saver, SaveBest(tmp_path, settings, saver)], max_steps=steps, val_check_interval=4, resume=resume)
+        resume = tmp_path / "step=00000008.ckpt"
+    kept = {"step=00000009.ckpt", "step=00000012.ckpt", "best-step=00000012.ckpt"}
+    assert kept <= set(names(tmp_path))
+    assert len(set(names(tmp_path)) - kept) == 2
