@@ -24,8 +24,8 @@ from typing import IO, Any
 import yaml
 
 from src.changes import changes, keep_config, refuse_changed
-from src.checkpoint.choose import newest
-from src.checkpoint.files import clear_temporary, fault, ours
+from src.checkpoint.choose import NoWholeCheckpointError, newest
+from src.checkpoint.files import clear_temporary, fault, moved_aside, ours
 from src.errors import UserError
 from src.files import read_json, write_text
 from src.storage import require_room, run_root
@@ -84,7 +84,7 @@ def open_run(
     Raises:
         UserError: a name that is no folder name, a run root that cannot be used, another task, seed, batch or number
             of processes than the run has had.
-        NoWholeCheckpointError: the run has checkpoints and all are damaged.
+        NoWholeCheckpointError: the run has checkpoints and all are damaged, or it had some and all are gone.
 
     """
     root, notes = run_root()
@@ -111,9 +111,30 @@ def open_run(
     if found := newest(folder / "checkpoints", quarantine=True):
         run.checkpoint, run.step = str(found[0]), found[1]
         refuse_changed(folder, essentials or {}, allowed)
+    else:
+        _refuse_lost(folder)
     (folder / "checkpoints").mkdir(exist_ok=True)
     run.notes += keep_config(folder, config)
     return run
+
+
+def _refuse_lost(folder: Path) -> None:
+    """No checkpoint to go on from is a run that never saved one: else a start from scratch would bury the work.
+
+    Raises:
+        NoWholeCheckpointError: it has saved some, which were all moved aside or deleted.
+
+    """
+    place, aside = folder / "checkpoints", moved_aside(folder / "checkpoints")
+    last = read_json(folder / "summary.json").get("last_checkpoint")
+    if not aside and not last:
+        return
+    where = ", ".join(sorted({path.parent.name for path in aside}))
+    raise NoWholeCheckpointError(
+        f"run {folder.name} has been trained and there is no checkpoint in {place} to go on from: "
+        + (f"those in {where} were moved aside, put one back or " if aside else f"{last} is gone, restore it or ")
+        + "start another run with --fresh"
+    )
 
 
 def _check_name(name: str | None) -> None:

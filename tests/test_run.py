@@ -10,6 +10,7 @@ import torch
 
 from src import run as module
 from src import storage
+from src.checkpoint.choose import NoWholeCheckpointError
 from src.errors import UserError
 from src.manifest import describe_start
 from src.run import Run, find_run, newest_first, open_run
@@ -181,6 +182,24 @@ def test_a_run_with_unreadable_checkpoints_only_is_not_started_anew():
     (run.path / "checkpoints" / "step=00000005.ckpt").write_bytes(b"torn")
     with pytest.raises(UserError, match="none of the 1 checkpoints"):
         open_run("mine", "letters", CONFIG, 0)
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize("aside", ["unhealthy/step=00000005.ckpt", "quarantine/best-step=00000005-2.ckpt", None])
+def test_a_run_whose_checkpoints_are_all_gone_is_not_started_anew(aside):
+    """Where they were moved aside, or deleted after the summary named one, the run is refused; --fresh starts anew."""
+    run = open_run("mine", "letters", CONFIG, 0)
+    assert open_run("mine", "letters", CONFIG, 0).checkpoint is None  # killed before its first save
+    run.write_json("summary.json", {"last_checkpoint": None if aside else "gone/step=00000005.ckpt"})
+    if aside:
+        (run.path / "checkpoints" / aside).parent.mkdir()
+        checkpoint(run.path, 5, aside)
+    told = aside.split("/")[0] if aside else "gone/step=00000005.ckpt is gone"
+    with pytest.raises(NoWholeCheckpointError, match=f"(?s)there is no checkpoint in .*{told}.*--fresh"):
+        open_run("mine", "letters", CONFIG, 0)
+    assert open_run("mine", "letters", CONFIG, 0, fresh=True).name == "mine-2"
+    checkpoint(run.path, 4)
+    assert open_run("mine", "letters", CONFIG, 0).step == 4
 
 
 @pytest.mark.usefixtures("root")

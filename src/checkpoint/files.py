@@ -23,6 +23,11 @@ def ours(folder: Path, kind: str) -> list[Path]:
     return sorted((path for path in folder.glob("*.ckpt") if kind_by_name(path) == kind), key=step_in_name)
 
 
+def moved_aside(folder: Path) -> list[Path]:
+    """What training has saved and somebody has moved to a folder of its own there, under a number more at times."""
+    return [path for path in sorted(folder.glob("*/*.ckpt")) if OURS.match(path.stem)]
+
+
 def step_in_name(path: Path) -> int:
     """Of a file of ours."""
     found = OURS.fullmatch(path.stem)
