@@ -13,7 +13,7 @@ from src.callbacks.breaker_rules import GRADIENT, LOSS, SKIPPED, BreakerSettings
 from src.callbacks.loss_scale import current_scale
 from src.checkpoint.choose import newest
 from src.checkpoint.put_aside import free_name, put_aside
-from src.checkpoint.save import SaveNewest, is_saved
+from src.checkpoint.save import SaveNewest, is_saved, save_in_front
 from src.errors import TrippedError, UserError
 
 TRIPPED, UNHEALTHY = "tripped", "unhealthy"  # folders in checkpoints/, where nothing looks for a state to go on from
@@ -197,12 +197,12 @@ class CircuitBreaker(Callback):
         raise TrippedError(trainer.strategy.broadcast(said))
 
     def _save(self, trainer: Trainer, folder: Path) -> str:
-        path = trainer.strategy.broadcast(str(free_name(folder / TRIPPED / f"step={trainer.global_step:08d}.ckpt")))
-        trainer.save_checkpoint(path)
+        name = free_name(folder / TRIPPED / f"step={trainer.global_step:08d}.ckpt")
+        path = Path(trainer.strategy.broadcast(str(name)))
+        error = save_in_front(trainer, path)
         if not trainer.is_global_zero:
             return ""
-        error = getattr(trainer.strategy.checkpoint_io, "error", None)
-        return f"The state of now is {path}. " if is_saved(Path(path), trainer.global_step, error) else ""
+        return f"The state of now is {path}. " if is_saved(path, trainer.global_step, error) else ""
 
     # --- say what has no effect ---
 

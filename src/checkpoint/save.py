@@ -12,7 +12,7 @@ from src.checkpoint.contents import refuse_unsafe
 from src.checkpoint.files import fault, ours, step_in_name
 from src.checkpoint.rank_state import EpochMetrics, Keeper, RandomNumbers, gather
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
-from src.checkpoint.write import WholeFiles, give_name
+from src.checkpoint.write import IN_FRONT, WholeFiles, give_name
 from src.errors import AgreedError, Stopped, UserError
 
 Best = tuple[Path, Callable[[], None]]
@@ -153,7 +153,6 @@ class SaveNewest(Callback):
             flush = getattr(logger, "flush", None) or getattr(getattr(logger, "experiment", None), "flush", None)
             if callable(flush):
                 flush()  # TensorBoard keeps two minutes of events to itself
-        files = trainer.strategy.checkpoint_io
         begun, step = time.monotonic(), trainer.global_step
         stalled: list[float] = []
 
@@ -161,10 +160,13 @@ class SaveNewest(Callback):
             """On the process that writes, in its thread where it writes behind training."""
             if not is_saved(path, step, error):
                 return False
-            if best and (path == best[0] or is_linked(path, best[0])):
-                best[1]()
-            self._prune()
-            self._tell(path, step, time.monotonic() - begun, stalled)
+            try:
+                if best and (path == best[0] or is_linked(path, best[0])):
+                    best[1]()
+                self._prune(step)
+                self._tell(path, step, time.monotonic() - begun, stalled)
+            except OSError as refused:  # the state is there; raised on this rank alone, it would leave the others waiting
+                print(f"warning: step {step} is saved, but not all that follows from it was done ({refused})", flush=True)
             return True
 
         # Collective: every rank takes part, whichever of them writes.
@@ -172,19 +174,21 @@ class SaveNewest(Callback):
             trainer.save_checkpoint(path, storage_options=written)
             stalled.append(time.monotonic() - begun)
         else:
-            trainer.save_checkpoint(path)
-            whole = not trainer.is_global_zero or written(getattr(files, "error", None))
+            error = save_in_front(trainer, path)
+            whole = not trainer.is_global_zero or written(error)
             if last and due and not whole:
                 raise RuntimeError(f"the end of this start, step {step}, is not saved; make room and continue")
         if due:
             self.schedule.saved(trainer)
         self.after_save()
 
-    def _prune(self) -> None:
+    def _prune(self, step: int) -> None:
+        """Of those up to `step`, which has just been written: what is later was not this start's."""
         for_good = self.settings.keep_every_n_steps
-        for path in ours(self.folder, "newest")[: -self.settings.keep]:
+        there = [path for path in ours(self.folder, "newest") if step_in_name(path) <= step]
+        for path in there[: -self.settings.keep]:
             if not (for_good and step_in_name(path) % for_good == 0):
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def _tell(self, path: Path, step: int, seconds: float, stalled: list[float]) -> None:
         if self._told or self._ended or self.schedule.over:
@@ -212,6 +216,19 @@ def background(trainer: Trainer, wanted: bool) -> WholeFiles | None:
     """What writes behind training; None where the user's own CheckpointIO writes, or that is not wanted."""
     files = trainer.strategy.checkpoint_io
     return files if wanted and isinstance(files, WholeFiles) else None
+
+
+def save_in_front(trainer: Trainer, path: Path) -> Exception | None:
+    """Save while training waits. Collective; returns what went wrong, on the rank that writes.
+
+    A user's own CheckpointIO raises by itself.
+    """
+    files = trainer.strategy.checkpoint_io
+    if not isinstance(files, WholeFiles):
+        trainer.save_checkpoint(path)
+        return None
+    trainer.save_checkpoint(path, storage_options=IN_FRONT)
+    return files.error
 
 
 def is_saved(path: Path, step: int, error: Exception | None) -> bool:

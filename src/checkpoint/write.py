@@ -13,9 +13,10 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from src.checkpoint.contents import Copies, plain
-from src.checkpoint.files import TEMPORARY
+from src.checkpoint.files import TEMPORARY, fault
 
 FULL = 2**20  # bytes; a file system keeps back a few
+IN_FRONT = "in front of training"
 Then = Callable[[Exception | None], object]
 
 
@@ -25,8 +26,10 @@ class WholeFiles(TorchCheckpointIO):
     A process that is killed while it writes, or a machine that loses power, leaves the file of before or none.
     Lightning builds the whole file in memory first and does not wait for the disk.
 
-    A disk that is full or gone does not end the training, which another save may still preserve: `error` says what was
-    wrong with the newest save, and is None where it went well. Only the process that writes knows it.
+    A disk that is full or gone need not end the training, which another save may still preserve: where the caller says
+    by `storage_options` that it will look, `error` is what was wrong with the newest save, and None where it went well.
+    Only the process that writes knows it. Anybody else's save (Lightning's ModelCheckpoint, which then deletes an older
+    file) raises.
 
     Lightning's AsyncCheckpointIO copies on the GPU, where a second state seldom fits, and raises what went wrong at the
     next save; torch.distributed.checkpoint's writes a folder that no plain torch.load reads. Hence a thread of our own.
@@ -39,17 +42,20 @@ class WholeFiles(TorchCheckpointIO):
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Then | None = None) -> None:
-        """Write `checkpoint` to `path` whole, or set `error`.
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Then | str | None = None) -> None:
+        """Write `checkpoint` to `path` whole, or set `error`, and raise it where `storage_options` is None.
 
+        With `IN_FRONT` training waits until the file is there.
         Where `storage_options` is a function, training waits only until the state is copied to the host's memory.
         The function is called from the writing thread when the file is there, with the error or None. A save that
         comes while another is being written waits for it.
         """
         self.wait()
         checkpoint = plain(checkpoint)
-        if storage_options is None:
+        if not callable(storage_options):
             self.error = write(checkpoint, Path(path))
+            if self.error is not None and storage_options is None:
+                raise self.error
             return
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -108,7 +114,7 @@ def give_name(path: Path, other: Path) -> None:
     """Let what is at `path` be at `other` too, whole or not at all: the same bytes where the file system has links.
 
     Raises:
-        OSError: the copy that it takes elsewhere has no room.
+        OSError: the copy that it takes elsewhere has no room, or is not whole.
 
     """
     temporary = other.with_name(TEMPORARY.format(name=other.name))
@@ -119,6 +125,8 @@ def give_name(path: Path, other: Path) -> None:
         except OSError:  # object stores mounted as folders, SMB
             shutil.copyfile(path, temporary)
             _sync(temporary)
+            if reason := fault(temporary):  # an older file goes when this one is there
+                raise OSError(f"the copy is damaged: {reason}") from None
         os.replace(temporary, other)
         _sync(other.parent)
     finally:

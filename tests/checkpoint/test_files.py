@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from src.checkpoint import write as write_module
 from src.checkpoint.best import SaveBest
@@ -242,3 +243,54 @@ def test_a_disk_that_refuses_is_said_in_its_own_words(
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     reason = write_module.write({}, tmp_path / "step=1.ckpt")
     assert str(reason).startswith(said) or str(reason).endswith(said)
+
+
+def test_a_failed_save_of_somebody_elses_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ModelCheckpoint of the user's, which deletes its last file next, gets the error; that file stays."""
+
+    class FullAtThree(Line):
+        def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+            if self.global_step == 3:
+                monkeypatch.setattr(torch, "save", refuse)
+
+    user = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
+    trainer = quiet_trainer(callbacks=[user], plugins=[WholeFiles()], max_steps=4)
+    with pytest.raises(OSError, match="no room"):
+        trainer.fit(FullAtThree(), *loaders(trainer, DATA, 2))
+    assert steps_inside(tmp_path / "step=2.ckpt") == 2
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError("no room")
+
+
+def test_a_torn_copy_of_the_best_is_not_its_name(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file has no links and its copy comes out damaged, the other name keeps what it was."""
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr("shutil.copyfile", lambda path, other: Path(other).write_bytes(Path(path).read_bytes()[:9999]))
+    best = saved.with_name("best-step=00000007.ckpt")
+    with pytest.raises(OSError, match="the copy is damaged"):
+        write_module.give_name(saved, best)
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_will_not_delete_costs_no_run(
+    tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes after a save may fail: it is said, training ends well, and later files of others are left alone."""
+    unlink = Path.unlink
+
+    def barred(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "step=00000004.ckpt":
+            raise PermissionError("not yours")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", barred)
+    later = write(tmp_path, 99)
+    fit(tmp_path, Line(), asynchronous=asynchronous)
+    assert "step 6 is saved, but not all that follows from it was done (not yours)" in capsys.readouterr().out
+    assert steps_inside(tmp_path / "step=00000010.ckpt") == 10
+    assert later.exists()
+    assert not (tmp_path / "step=00000002.ckpt").exists()
