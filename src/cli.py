@@ -44,10 +44,11 @@ from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, with_defaults
 from src.errors import AgreedError, Stopped, TrippedError, UserError, from_settings, hint
 from src.files import write_text
+from src.lock import release
 from src.loggers import keep_wandb_run, run_loggers
 from src.precision import BF16Mixed
 from src.resolution import resolve
-from src.run import Run, find_run, open_run, release
+from src.run import Run, find_run, open_run
 from src.start import block as start_block
 from src.start import continue_command
 from src.start import facts as start_facts

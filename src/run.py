@@ -12,14 +12,11 @@ runs/<name>/config.yaml      the merged configuration; feed it back with --confi
 
 import datetime
 import difflib
-import fcntl
 import hashlib
 import json
-import os
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -28,6 +25,7 @@ from src.checkpoint.choose import NoWholeCheckpointError, newest
 from src.checkpoint.files import clear_temporary, fault, moved_aside, ours
 from src.errors import UserError
 from src.files import read_json, write_text
+from src.lock import hold
 from src.storage import require_room, run_root
 
 
@@ -106,7 +104,7 @@ def open_run(
         except OSError as error:
             raise UserError(f"the run folder {folder} cannot be made ({error.strerror})") from error
         run = Run(str(folder), "continued" if existed else "new", notes=notes)
-    _lock(folder)
+    hold(folder)
     clear_temporary(folder / "checkpoints")
     if found := newest(folder / "checkpoints", quarantine=True):
         run.checkpoint, run.step = str(found[0]), found[1]
@@ -142,65 +140,6 @@ def _check_name(name: str | None) -> None:
         return
     if not name or name != Path(name).name or name[0] == "." or not name.isprintable() or len(name.encode()) > 200:
         raise UserError(f"--run {name!r} is no folder name; use up to 200 letters, digits, '.', '_' and '-'")
-
-
-_locks: dict[Path, IO[str]] = {}  # open until `release` or the end of this process
-
-
-def _lock(folder: Path) -> None:
-    """Two commands on one run would train twice into the same files. The lock goes with the process, however it ends.
-
-    Raises:
-        UserError: somebody else holds it; the text says who.
-    """
-    if folder in _locks:
-        return
-    lock = (folder / ".lock").open("a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip()
-        lock.close()
-        raise UserError(f"run {folder.name} is being trained right now by {holder}") from error
-    except OSError:  # a file system without locks
-        lock.close()
-        return
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-    lock.flush()
-    _locks[folder] = lock
-
-
-def owner(folder: Path) -> str | None:
-    """Which process trains this run right now; None where nobody does, as far as this machine can see."""
-    path = folder / ".lock"
-    if not path.exists():
-        return None
-    with path.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return lock.read().strip()
-        except OSError:  # a file system without locks
-            return None
-    return None
-
-
-def hold(folder: Path) -> None:
-    """Keep everybody from training this run until `release`.
-
-    Raises:
-        UserError: somebody does; the text says who.
-
-    """
-    _lock(folder)
-
-
-def release() -> None:
-    """Let go of the runs of this process."""
-    while _locks:
-        _locks.popitem()[1].close()
 
 
 def _free_name(root: Path, name: str) -> str:

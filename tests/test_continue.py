@@ -70,7 +70,7 @@ def test_a_run_in_use_is_refused(run_root: Path, capsys: pytest.CaptureFixture[s
         lock.write("process 1 on node7")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert main(["fit", *CPU, *SMALL, "--run", "busy"]) == 2
+        assert main(["fit", *CPU, *SMALL, "--run", "busy"]) == 75
     assert "being trained right now by process 1 on node7" in capsys.readouterr().err
     assert main(["fit", *CPU, *SMALL, "--run", "busy"]) == 0
 

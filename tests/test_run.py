@@ -1,17 +1,21 @@
+import fcntl
 import json
+import os
 import shutil
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from src import lock, storage
 from src import run as module
-from src import storage
 from src.checkpoint.choose import NoWholeCheckpointError
 from src.errors import UserError
+from src.lock import owner, release
 from src.manifest import describe_start
 from src.run import Run, find_run, newest_first, open_run
 from src.storage import filesystem, require_room, run_root
@@ -200,6 +204,41 @@ def test_a_run_whose_checkpoints_are_all_gone_is_not_started_anew(aside):
     assert open_run("mine", "letters", CONFIG, 0, fresh=True).name == "mine-2"
     checkpoint(run.path, 4)
     assert open_run("mine", "letters", CONFIG, 0).step == 4
+
+
+@pytest.mark.usefixtures("root")
+def test_the_lock_goes_with_the_trainer_and_not_with_its_children():
+    """A child that was forked while the run is held keeps nobody from it, and takes nothing from the parent."""
+    run, (stays, ends) = open_run("mine", "letters", CONFIG, 0), os.pipe()
+    if not (child := os.fork()):
+        os.close(ends)
+        os.read(stays, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        assert owner(run.path) is not None
+        release()
+        assert owner(run.path) is None
+    finally:
+        os.close(ends)
+        os.close(stays)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.usefixtures("root")
+def test_a_look_at_a_run_keeps_nobody_from_it(monkeypatch):
+    """A start waits for a moment where the lock is held for a look, and no longer; the exit code is its own."""
+    run = open_run("mine", "letters", CONFIG, 0)
+    release()
+    with (run.path / ".lock").open() as look:
+        fcntl.flock(look, fcntl.LOCK_SH)
+        Timer(0.2, fcntl.flock, (look, fcntl.LOCK_UN)).start()
+        assert open_run("mine", "letters", CONFIG, 0).state == "continued"
+        release()
+        monkeypatch.setattr(lock, "LOOK_SECONDS", 0.1)
+        fcntl.flock(look, fcntl.LOCK_SH)
+        with pytest.raises(UserError, match="is being trained right now by") as refused:
+            open_run("mine", "letters", CONFIG, 0)
+    assert refused.value.exit_code == 75
 
 
 @pytest.mark.usefixtures("root")

@@ -61,7 +61,7 @@ def steps_inside(path: Path) -> int:
 
 
 def goes_on(path: Path) -> bool:
-    """Whether training can go on from a file: one of weights alone, which a user's ModelCheckpoint may save, is none."""
+    """Whether training can go on from a file: one of weights alone, as a user's ModelCheckpoint may save, is none."""
     return kind_by_name(path) != "other" or "optimizer_states" in _content(path)
 
 

@@ -7,7 +7,7 @@ from src.checkpoint.entries import FOLDER, Entry, candidates, steps_there
 from src.checkpoint.files import fault
 from src.checkpoint.status import SILENT, State, state_of
 from src.errors import UserError
-from src.run import hold, owner, release
+from src.lock import hold, owner, release
 
 ASIDE = "rolled-back"
 

@@ -11,7 +11,7 @@ from src.checkpoint.choose import NoWholeCheckpointError
 from src.checkpoint.entries import files_of, look, restart_from
 from src.checkpoint.units import age, duration, shorten
 from src.errors import UserError
-from src.run import owner
+from src.lock import owner
 
 HEARTBEAT = 30  # seconds between two summaries of a training run, as src/callbacks/run_record.py writes them
 SILENT = 3 * HEARTBEAT

@@ -1,0 +1,82 @@
+"""Who trains a run: a lock on its folder, which goes with the process that holds it."""
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+from src.errors import UserError
+
+LOOK_SECONDS = 1.0  # for how long a command that only looks at a run (`status`) may hold its lock
+_locks: dict[Path, IO[str]] = {}  # open until `release` or the end of this process
+
+
+class InUseError(UserError):
+    """Somebody trains this run right now. Later it may be free: the exit code is its own (EX_TEMPFAIL)."""
+
+    exit_code = 75
+
+
+def hold(folder: Path) -> None:
+    """Keep everybody else from this run until `release`; the lock goes with the process, however it ends.
+
+    Two commands on one run would train twice into the same files.
+
+    Raises:
+        InUseError: somebody else holds it; the text says who.
+
+    """
+    if folder in _locks:
+        return
+    lock, until = (folder / ".lock").open("a+"), time.monotonic() + LOOK_SECONDS
+    try:
+        while not _is_locked(lock):
+            if time.monotonic() > until:
+                lock.seek(0)
+                holder = lock.read().strip()
+                lock.close()
+                raise InUseError(f"run {folder.name} is being trained right now by {holder}")
+            time.sleep(0.05)
+    except OSError:  # a file system without locks
+        lock.close()
+        return
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    _locks[folder] = lock
+
+
+def _is_locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def owner(folder: Path) -> str | None:
+    """Which process trains this run right now; None where nobody does, as far as this machine can see."""
+    path = folder / ".lock"
+    if not path.exists():
+        return None
+    with path.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.read().strip()
+        except OSError:  # a file system without locks
+            return None
+    return None
+
+
+def release() -> None:
+    """Let go of the runs of this process."""
+    while _locks:
+        _locks.popitem()[1].close()
+
+
+# A loader's process outlives a trainer that is killed, for seconds, and would hold the lock that it was forked with. To
+# close it there takes nothing from the trainer.
+os.register_at_fork(after_in_child=release)
