@@ -1,20 +1,32 @@
 """Which checkpoint to continue from or to evaluate: by the step inside the file, never by its name or date."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from src.checkpoint.files import fault, goes_on, kind_by_name, steps_inside
+from src.checkpoint.files import fault, goes_on, kind_by_name, steps_inside, unreadable
+from src.checkpoint.put_aside import free_name
 from src.errors import UserError
 
 QUARANTINE = "quarantine"
+T = TypeVar("T")
+WAIT_SECONDS = 1.0  # before a file is read again that the disk has refused
 
 
 class NoWholeCheckpointError(UserError):
     """There are checkpoint files and not one is whole. No restart mends it: its exit code is its own (EX_DATAERR)."""
 
     exit_code = 65
+
+
+class UnreadableError(NoWholeCheckpointError):
+    """Not one could be read, which may pass, as it does on file servers (EX_TEMPFAIL)."""
+
+    exit_code = 75
 
 
 def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None:
@@ -30,6 +42,7 @@ def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None
 
     Raises:
         NoWholeCheckpointError: there are files and none is whole; starting from scratch would bury the work.
+        UnreadableError: where the disk does not give them out, which says nothing of what is in them.
 
     """
     files = sorted(folder.glob("*.ckpt"))
@@ -37,22 +50,28 @@ def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None
     damaged: dict[Path, str] = {}
     for path in list(files):
         try:
-            if goes_on(path):
-                steps[path] = steps_inside(path)
-            else:
+            if (done := _twice(path, _steps)) is None:
                 files.remove(path)
+            else:
+                steps[path] = done
         except Exception as error:  # a torn file fails in many ways, none of which may stop the search
             damaged[path] = f"{type(error).__name__}: {error}".splitlines()[0]
     chosen = None
     for path in sorted(steps, key=lambda file: (kind_by_name(file) == "newest", steps[file]), reverse=True):
-        if reason := fault(path):
+        if reason := _twice(path, fault):
             damaged[path] = reason
         else:
             chosen = path
             break
+    refused = {path: reason for path in damaged if (reason := unreadable(path))}
     for path, reason in damaged.items():
-        done = _put_aside(path, quarantine and chosen is not None)
-        print(f"warning: {path} is no whole checkpoint and is {done} ({reason})")
+        if path in refused:
+            print(f"warning: {path} cannot be read right now and is passed over ({refused[path]})")
+            continue
+        away = _put_aside(path, quarantine and chosen is not None)
+        print(f"warning: {path} is no whole checkpoint and is {away} ({reason})")
+    if refused and chosen is None:
+        raise UnreadableError(f"{len(refused)} checkpoints in {folder} cannot be read right now, and no other is whole")
     if files and chosen is None:
         raise NoWholeCheckpointError(
             f"none of the {len(files)} checkpoints in {folder} is whole, so this run cannot go on; "
@@ -61,13 +80,32 @@ def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None
     return None if chosen is None else (chosen, steps[chosen])
 
 
+def _steps(path: Path) -> int | None:
+    """Steps inside; None in a file that nothing goes on from."""
+    return steps_inside(path) if goes_on(path) else None
+
+
+def _twice(path: Path, look: Callable[[Path], T]) -> T:
+    """What a look at a file gives, or a second one where that fails: what a disk refuses may pass."""
+    try:
+        found = look(path)
+        failed = look is fault and found is not None
+    except Exception:  # a torn file fails in many ways
+        failed = True
+    if not failed:
+        return found
+    if path.exists() and unreadable(path):
+        time.sleep(WAIT_SECONDS)
+    return look(path)
+
+
 def _put_aside(path: Path, quarantine: bool) -> str:
     if not quarantine:
         return "passed over"
     folder = path.parent / QUARANTINE
     try:
         folder.mkdir(exist_ok=True)
-        os.replace(path, folder / path.name)
+        os.replace(path, free_name(folder / path.name))
     except OSError as error:
         return f"passed over, as it cannot be moved: {error.strerror}"
     return f"moved to {folder}"

@@ -55,6 +55,17 @@ def fault(path: Path) -> str | None:
     return None
 
 
+def unreadable(path: Path) -> str | None:
+    """Why the disk does not give out the bytes of a file right now, whatever they are; None where it does."""
+    try:
+        with path.open("rb") as file:
+            while file.read(2**20):
+                pass
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
 def steps_inside(path: Path) -> int:
     """Optimizer steps done in a checkpoint: a memory-mapped load of tensors and plain types only (`weights_only`)."""
     return int(_content(path)["global_step"])

@@ -165,12 +165,8 @@ class SaveNewest(Callback):
                     best[1]()
                 self._prune(step)
                 self._tell(path, step, time.monotonic() - begun, stalled)
-            except (
-                OSError
-            ) as refused:  # the state is there; raised on this rank alone, it would leave the others waiting
-                print(
-                    f"warning: step {step} is saved, but not all that follows from it was done ({refused})", flush=True
-                )
+            except OSError as refused:  # the state is there, and the other ranks know nothing of this
+                print(f"warning: step {step} is saved, but older files were not put in order ({refused})", flush=True)
             return True
 
         # Collective: every rank takes part, whichever of them writes.

@@ -1,9 +1,13 @@
+import builtins
+import errno
+import io
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
+from src.checkpoint import choose
 from src.checkpoint.choose import NoWholeCheckpointError, newest
 from src.checkpoint.files import fault, steps_inside
 
@@ -63,6 +67,59 @@ def test_no_file_is_no_checkpoint(tmp_path):
     assert newest(tmp_path / "missing") is None
     torn(tmp_path / "step=00000009.tmp")
     assert newest(tmp_path) is None
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """Lets the disk refuse the first so many reads of a file, in whatever way it is opened."""
+    real = io.open
+
+    def bar(barred: Path, times: int) -> None:
+        left = [times]
+
+        def opened(file, *args, **kwargs):
+            if Path(file) == barred and left[0] > 0:
+                left[0] -= 1
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return real(file, *args, **kwargs)
+
+        for place in (builtins, io):
+            monkeypatch.setattr(place, "open", opened)
+
+    monkeypatch.setattr(choose, "WAIT_SECONDS", 0, raising=False)
+    return bar
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_disk_that_refuses_for_a_moment_costs_no_state(tmp_path, refuse, times):
+    """A file that can be read at the second look is the newest as ever, and stays where it is."""
+    saved(tmp_path / "step=00000005.ckpt", 5)
+    right = saved(tmp_path / "step=00000009.ckpt", 9)
+    refuse(right, times)
+    assert newest(tmp_path, quarantine=True) == (right, 9)
+
+
+def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, refuse, capsys):
+    """It is passed over and never moved; where there is no other, the exit code says that it may pass."""
+    older = saved(tmp_path / "step=00000005.ckpt", 5)
+    barred = saved(tmp_path / "step=00000009.ckpt", 9)
+    refuse(barred, 10**6)
+    assert newest(tmp_path, quarantine=True) == (older, 5)
+    assert f"{barred} cannot be read right now" in capsys.readouterr().out
+    assert barred.exists()
+    older.unlink()
+    with pytest.raises(NoWholeCheckpointError, match=r"1 checkpoints in .* cannot be read right now") as raised:
+        newest(tmp_path, quarantine=True)
+    assert raised.value.exit_code == 75
+
+
+def test_quarantine_replaces_nothing(tmp_path):
+    """A second damaged file of the same step is kept beside the first."""
+    saved(tmp_path / "step=00000005.ckpt", 5)
+    for _ in range(2):
+        torn(tmp_path / "step=00000009.ckpt")
+        newest(tmp_path, quarantine=True)
+    assert len(list((tmp_path / "quarantine").iterdir())) == 2
 
 
 def test_weights_alone_are_nothing_to_go_on_from(tmp_path):

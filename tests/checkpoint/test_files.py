@@ -290,7 +290,7 @@ def test_a_disk_that_will_not_delete_costs_no_run(
     monkeypatch.setattr(Path, "unlink", barred)
     later = write(tmp_path, 99)
     fit(tmp_path, Line(), asynchronous=asynchronous)
-    assert "step 6 is saved, but not all that follows from it was done (not yours)" in capsys.readouterr().out
+    assert "step 6 is saved, but older files were not put in order (not yours)" in capsys.readouterr().out
     assert steps_inside(tmp_path / "step=00000010.ckpt") == 10
     assert later.exists()
     assert not (tmp_path / "step=00000002.ckpt").exists()
