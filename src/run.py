@@ -163,8 +163,7 @@ def _new_folder(root: Path, task: str, config: str) -> Path:
 
 
 def _last_step(folder: Path) -> int:
-    summary = folder / "summary.json"
-    return json.loads(summary.read_text()).get("last_step", 0) if summary.exists() else 0
+    return read_json(folder / "summary.json").get("last_step", 0)
 
 
 def find_run(name: str | None, model: Any) -> Run:

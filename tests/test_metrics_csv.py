@@ -1,9 +1,12 @@
 import csv
+import os
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
+from src.files import write_text
 from src.metrics_csv import MetricsCSV
 from tests.tiny import Line, loaders, quiet_trainer
 
@@ -187,3 +190,58 @@ def test_a_start_that_is_killed_before_it_logs_takes_no_row_along(path, grown):
     third.finalize("success")
     with path.open(newline="") as file:
         assert list(csv.DictReader(file)) == [{"step": "3", "train/loss": "1.0", "val/loss": "2.0"}]
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_a_disk_that_refuses_rows_ends_nothing_and_loses_none(path, capsys, new):
+    """Rows that cannot be written are said once, kept, and in the file as soon as it takes them; none is torn."""
+    rows, limits = MetricsCSV(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for step in range(8):
+            rows.log_metrics({"train/loss": step} | ({"val/loss": 1} if new and step == 3 else {}), step)
+            if step in (2, 6):
+                rows.flush()
+                assert [row["step"] for row in table(path)] == ["0", "1", "2"]
+                resource.setrlimit(
+                    resource.RLIMIT_FSIZE, (path.stat().st_size + 3 if step == 2 else limits[0], limits[1])
+                )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    rows.finalize("success")
+    assert [(row["step"], row["train/loss"]) for row in table(path)] == [(str(n), f"{n}.0") for n in range(8)]
+    assert capsys.readouterr().out.count("metrics.csv cannot be written") == 1
+
+
+@pytest.mark.parametrize("tail", [b"3,0.", b"3", b"\0\0\0\0\r\n", b"\0" * 9, b"x,1\r\n", b"\xff\xff"])
+def test_a_torn_row_stops_no_start(path, tail):
+    """What a kill or a power cut has left behind the last whole row is dropped."""
+    logged(path, range(3))
+    path.write_bytes(path.read_bytes() + tail)
+    rows = MetricsCSV(path)
+    rows.rewind(30)
+    rows.finalize("success")
+    assert [row["step"] for row in table(path)] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 50, b"st"])
+def test_a_file_without_its_columns_is_begun_anew(path, content):
+    """A file that a power cut has left without content takes rows again."""
+    path.write_bytes(content)
+    rows = MetricsCSV(path)
+    rows.rewind(3)
+    logged(path, range(3, 5))
+    assert [row["step"] for row in table(path)] == ["3", "4"]
+
+
+def test_rows_are_on_the_disk_before_their_state(path, monkeypatch):
+    """`flush`, which comes before a save, and each replacement of the file wait for the disk."""
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (synced.append(Path(os.readlink(f"/proc/self/fd/{file}")).name), real(file))
+    )
+    rows = MetricsCSV(path)
+    rows.log_metrics({"a": 1}, 0)
+    rows.flush()
+    write_text(path.with_name("summary.json"), "{}")
+    assert synced == ["metrics.tmp", "metrics.csv", ".summary.json.tmp"]

@@ -1,6 +1,7 @@
 """Keeps manifest.json and summary.json of the run directory true, whatever happens."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class RunRecord(Callback):
         self._started = time.monotonic()
         self._written = 0.0
         self._before = run.read_json("summary.json").get("wall_time_seconds", 0.0)
-        self.ended = False
+        self.ended = self._refused = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Every rank is here: are they as many as asked, and of one kind?"""
@@ -113,14 +114,13 @@ class RunRecord(Callback):
         memory = self._speed.values.get("perf/peak_memory_gib", peak_memory(trainer.strategy.root_device))
         seconds = self._speed.seconds
         rate = self._speed.samples * self.world_size / seconds if seconds else None
-        self.run.write_json(
-            "summary.json",
+        self._keep(
             {
                 "exit_reason": exit_reason,
                 "error": error,
                 "last_step": trainer.global_step,
                 "best": {"metric": best.monitor, "value": score, "checkpoint": best.best_model_path}
-                if best and score is not None
+                if best and score is not None and Path(best.best_model_path).is_file()  # its save may have failed
                 else None,
                 "last_checkpoint": str(checkpoints[-1]) if checkpoints else None,
                 "wall_time_seconds": round(self._before + time.monotonic() - self._started, 1),
@@ -130,3 +130,13 @@ class RunRecord(Callback):
                 "continue_command": self.again,
             },
         )
+
+    def _keep(self, summary: dict[str, Any]) -> None:
+        """A disk that refuses it ends no training, which is on rank 0 alone here."""
+        try:
+            self.run.write_json("summary.json", summary)
+            self._refused = False
+        except OSError as error:
+            if not self._refused:
+                print(f"warning: {self.run.path / 'summary.json'} cannot be written ({error.strerror})", flush=True)
+            self._refused = True

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from src.checkpoint.contents import Copies, plain
 from src.checkpoint.files import TEMPORARY, fault
+from src.files import sync
 
 FULL = 2**20  # bytes; a file system keeps back a few
 IN_FRONT = "in front of training"
@@ -89,9 +90,9 @@ def write(checkpoint: dict[str, Any], target: Path) -> Exception | None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         torch.save(checkpoint, temporary)  # by name: PyTorch writes without holding up Python's other threads
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, target)
-        _sync(target.parent)  # the new name too; without it a power cut may bring back the old one
+        sync(target.parent)  # the new name too; without it a power cut may bring back the old one
     except Exception as error:  # a full disk is a RuntimeError of torch's, an object without pickle anything
         with suppress(OSError):  # a folder that is gone or read-only
             error = _plainly(error, target.parent)
@@ -124,19 +125,10 @@ def give_name(path: Path, other: Path) -> None:
             os.link(path, temporary)
         except OSError:  # object stores mounted as folders, SMB
             shutil.copyfile(path, temporary)
-            _sync(temporary)
+            sync(temporary)
             if reason := fault(temporary):  # an older file goes when this one is there
                 raise OSError(f"the copy is damaged: {reason}") from None
         os.replace(temporary, other)
-        _sync(other.parent)
+        sync(other.parent)
     finally:
         temporary.unlink(missing_ok=True)  # where `other` was that file already, replacing does nothing
-
-
-def _sync(path: Path) -> None:
-    """To the disk, so that a power cut cannot take it back."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -116,6 +116,40 @@ def test_the_summary_says_how_it_ended(fit, run):
     assert found["peak_memory_gib"] > 0
 
 
+def test_a_best_that_is_not_there_is_not_named(fit, run):
+    """Where its save has failed, the summary names no best rather than a file that nobody finds."""
+    record, trainer = fit(checkpoints=True, val_check_interval=2)
+    (run.path / "checkpoints/best-step=00000004.ckpt").unlink()
+    record.write(trainer, "finished")
+    assert summary(run)["best"] is None
+
+
+def test_a_disk_that_refuses_the_summary_ends_no_training(fit, run, monkeypatch, capsys):
+    """It is said once, and the run ends as it would have."""
+    monkeypatch.setattr(run_record, "REFRESH", -1)
+
+    class Full(Line):
+        def on_train_batch_start(self, batch, batch_idx):
+            def refuse(*_):
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(Run, "write_json", refuse)
+
+    _, trainer = fit(Full())
+    assert trainer.global_step == 4
+    assert capsys.readouterr().out.count("summary.json cannot be written (No space left on device)") == 1
+
+
+@pytest.mark.parametrize("content", ["", '{"wall', "[]"])
+def test_a_torn_summary_stops_no_start(fit, run, content):
+    """What a power cut has left of the summary and the manifest counts as nothing, and they are written anew."""
+    for name in ("summary.json", "manifest.json"):
+        (run.path / name).write_text(content)
+    fit()
+    assert summary(run)["exit_reason"] == "running"
+    assert run.read_json("manifest.json")["earlier_starts"] == []
+
+
 def test_wall_time_adds_up_over_starts(fit, run):
     """A continued run's time includes what earlier starts took."""
     run.write_json("summary.json", {"wall_time_seconds": 5000.0})
