@@ -2,6 +2,7 @@
 
 import json
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +22,8 @@ def agree(trainer: Trainer, decide: Callable[[], Run]) -> Run:
     Where Lightning starts the other processes later, they inherit the decision through the environment.
 
     Raises:
-        AgreedError: on every rank, where rank 0's `decide` raised it.
+        AgreedError: on every rank, where rank 0's `decide` raised an error; of one that is no UserError, rank 0 shows
+            where it came from.
 
     """
     strategy: Any = trainer.strategy
@@ -40,6 +42,9 @@ def agree(trainer: Trainer, decide: Callable[[], Run]) -> Run:
             answer = asdict(decide())
         except UserError as error:
             answer = {"refused": str(error), "exit_code": error.exit_code}
+        except Exception as error:  # the others wait for an answer
+            traceback.print_exc()
+            answer = {"refused": f"{type(error).__name__}: {error}", "exit_code": 1}
     answer = strategy.broadcast(answer)
     if "refused" in answer:
         raise AgreedError(answer["refused"], answer["exit_code"])

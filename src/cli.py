@@ -359,7 +359,8 @@ class ProjectCLI(LightningCLI):
         try:
             self.trainer.fit(**arguments)
             # A Timer that the user brought ends this start, too.
-            if any(isinstance(call, Timer) and call.time_remaining() <= 0 for call in self.trainer.callbacks):  # type: ignore[attr-defined,operator]
+            clocks = [call for call in self.trainer.callbacks if isinstance(call, Timer)]  # type: ignore[attr-defined]
+            if any((left := clock.time_remaining()) is not None and left <= 0 for clock in clocks):
                 end = "stopped by max_time"
             record.write(self.trainer, end)
         except Stopped as stop:

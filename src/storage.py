@@ -6,6 +6,7 @@ import shutil
 import socket
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -90,20 +91,26 @@ def refuse_unshared(folder: Path) -> None:
     Collective, where there is a process group.
 
     Raises:
-        AgreedError: on every rank; names a host that does not see it.
+        AgreedError: on every rank; names a host that does not see it, or says that rank 0 cannot write to it.
 
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    names = [f".seen-{uuid.uuid4().hex}"]
-    torch.distributed.broadcast_object_list(names, 0)
-    mark = folder / names[0]
+    marks: list[str | None] = [f".seen-{uuid.uuid4().hex}", None]
     if torch.distributed.get_rank() == 0:
-        mark.touch()
+        try:
+            (folder / str(marks[0])).touch()
+        except OSError as error:
+            marks[1] = error.strerror or str(error)
+    torch.distributed.broadcast_object_list(marks, 0)
+    if marks[1]:
+        raise AgreedError(f"the run directory {folder} cannot be written to ({marks[1]})")
+    mark = folder / str(marks[0])
     ranks: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, None if _appears(mark) else socket.gethostname())
     if torch.distributed.get_rank() == 0:
-        mark.unlink(missing_ok=True)
+        with suppress(OSError):
+            mark.unlink()
     if blind := [f"rank {rank} on {host}" for rank, host in enumerate(ranks) if host]:
         raise AgreedError(
             f"the run directory {folder}, made by rank 0 on this node, is not there for {', '.join(blind[:3])}"

@@ -63,6 +63,13 @@ def test_a_run_that_max_time_stops_can_be_continued(run_root: Path, capsys: pyte
     assert f"continues from step {reached}" in capsys.readouterr().out
 
 
+def test_a_timer_without_an_end_ends_nothing(run_root: Path) -> None:
+    """A Timer that only measures leaves a run that has come to its end finished."""
+    timer = ["--trainer.callbacks", "lightning.pytorch.callbacks.Timer", "--trainer.callbacks.interval", "step"]
+    assert main(["fit", *CPU, *SMALL, *timer, "--run", "timed"]) == 0
+    assert (run_root / "timed/DONE").exists()
+
+
 def test_a_run_in_use_is_refused(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two commands on one run would write twice into the same files: the second one is told who is there."""
     (run_root / "busy").mkdir(parents=True)

@@ -198,7 +198,7 @@ def test_a_disk_that_refuses_rows_ends_nothing_and_loses_none(path, capsys, new)
     rows, limits = MetricsCSV(path), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         for step in range(8):
-            rows.log_metrics({"train/loss": step} | ({"val/loss": 1} if new and step == 3 else {}), step)
+            rows.log_metrics({"train/loss": float(step)} | ({"val/loss": 1.0} if new and step == 3 else {}), step)
             if step in (2, 6):
                 rows.flush()
                 assert [row["step"] for row in table(path)] == ["0", "1", "2"]
@@ -235,11 +235,13 @@ def test_a_file_without_its_columns_is_begun_anew(path, content):
 
 def test_rows_are_on_the_disk_before_their_state(path, monkeypatch):
     """`flush`, which comes before a save, and each replacement of the file wait for the disk."""
-    synced = []
-    real = os.fsync
-    monkeypatch.setattr(
-        os, "fsync", lambda file: (synced.append(Path(os.readlink(f"/proc/self/fd/{file}")).name), real(file))
-    )
+    synced, real = [], os.fsync
+
+    def watched(file):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", watched)
     rows = MetricsCSV(path)
     rows.log_metrics({"a": 1}, 0)
     rows.flush()

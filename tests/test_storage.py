@@ -39,3 +39,14 @@ def test_ranks_that_see_another_folder_are_found(shared: bool, tmp_path: Path) -
             assert "is not there for rank 1 on" in answer
             assert "set RUN_ROOT to a folder that all nodes share" in answer
     assert list(folders[0].iterdir()) == []
+
+
+def test_a_folder_that_rank_0_cannot_write_to_is_said_by_all(tmp_path: Path) -> None:
+    """Rank 0's error reaches the other rank, which would wait for it."""
+    folders, answers = [tmp_path / "gone", tmp_path / "b"], tmp_path / "answers"
+    for folder in (folders[1], answers):
+        folder.mkdir()
+    arguments = ([str(folder) for folder in folders], str(tmp_path / "meet"), str(answers))
+    torch.multiprocessing.spawn(ask, arguments, nprocs=2)
+    for rank in range(2):
+        assert "cannot be written to (No such file or directory)" in (answers / str(rank)).read_text()

@@ -1,5 +1,6 @@
 """Keeps the best state by a validation metric."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class SaveBest(ModelCheckpoint):
         found = choose(known, key=lambda item: float(item[1]), default=None)
         for path, _ in known:
             if found is not None and path != found[0]:  # killed before the last best was gone
-                Path(path).unlink(missing_ok=True)
+                with suppress(OSError):  # the other ranks wait for the answer
+                    Path(path).unlink()
         return found
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:

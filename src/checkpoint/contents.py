@@ -104,8 +104,8 @@ class Copies:
         before = self._buffers
         self._buffers = {}
         copied = rebuild(checkpoint, lambda name, value: self._leaf(name, value, before))
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
+        for device in {key[-1] for key in self._shared if key[-1].type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
         return copied
 
     def _leaf(self, name: str, value: Any, before: dict[str, Tensor]) -> Any:
@@ -117,7 +117,12 @@ class Copies:
         key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         if key not in self._shared:  # tied weights are one tensor under two names
             buffer = before.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            like = torch.empty_like(value, device="meta")  # channels_last stays that, as where training waits
+            if buffer is None or (buffer.shape, buffer.stride(), buffer.dtype) != (
+                like.shape,
+                like.stride(),
+                like.dtype,
+            ):
+                buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
             self._shared[key] = self._buffers[name] = buffer.copy_(value, non_blocking=True)
         return self._shared[key]

@@ -70,7 +70,10 @@ def _say(run: Path, state: State, target: Entry, moved: list[Path]) -> None:
     print(f"moved {len(moved)} checkpoints to {run / FOLDER / ASIDE}" if moved else "no checkpoint is that late")
     print(f"the next start of run {run.name} goes on from step {target.step}, {target.path.name}")
     if target.kind != "newest":
-        print("note: it was saved in the middle of a step, so the run does not end bit for bit as it would have")
+        print(
+            "note: where a validation in the middle of a step, between two micro batches, found it, the run does not "
+            "end bit for bit as it would have"
+        )
     if state.name == "running":
         print(
             f"note: less than {SILENT} s ago the run gave a sign of life; nobody trains it as far as this machine "

@@ -40,6 +40,7 @@ class WholeFiles(TorchCheckpointIO):
         super().__init__()
         self.error: Exception | None = None
         self._copies = Copies()
+        self._told = False  # that there is no memory for them
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
@@ -60,9 +61,16 @@ class WholeFiles(TorchCheckpointIO):
             return
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = self._writer.submit(
-            self._write_behind, self._copies.of(checkpoint), Path(path), storage_options
-        )
+        try:
+            copied = self._copies.of(checkpoint)
+        except (RuntimeError, MemoryError) as error:  # page-locked memory has limits of its own
+            self._copies = Copies()
+            if not self._told:
+                self._told = True
+                print(f"note: the state cannot be copied, so training waits for the disk ({error})".splitlines()[0])
+            self._write_behind(checkpoint, Path(path), storage_options)
+            return
+        self._pending = self._writer.submit(self._write_behind, copied, Path(path), storage_options)
 
     def _write_behind(self, checkpoint: dict[str, Any], path: Path, then: Then) -> None:
         self.error = write(checkpoint, path)
@@ -71,8 +79,12 @@ class WholeFiles(TorchCheckpointIO):
     def wait(self) -> None:
         """Until nothing is being written; raises what the function that a save was given has raised."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
+            pending = self._pending
+            try:
+                pending.result()
+            finally:
+                if pending.done():  # SIGTERM may have come meanwhile: who cleans up then waits again
+                    self._pending = None
 
     def teardown(self) -> None:
         """Lightning calls it when training is over, however it ends."""

@@ -228,3 +228,20 @@ def test_a_metric_that_is_never_logged_is_said_once(tmp_path: Path, capsys: pyte
     assert said.count("checkpoint.monitor 'val/accuracy' is never logged") == 1
     assert "(logged: score)" in said
     assert names(tmp_path) == ["step=00000012.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_an_older_best_that_cannot_be_deleted_stops_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start, for which the other ranks wait, goes on with the better one."""
+    fit(tmp_path, SCORES, max_steps=6, every_n_steps=3)
+    older, unlink = tmp_path / "best-step=00000003.ckpt", Path.unlink
+    write.give_name(tmp_path / "step=00000003.ckpt", older)
+
+    def barred(path: Path, missing_ok: bool = False) -> None:
+        if path == older:
+            raise PermissionError("not yours")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", barred)
+    _, best = fit(tmp_path, SCORES, tmp_path / "step=00000006.ckpt")
+    assert best.best_model_path == str(tmp_path / "best-step=00000006.ckpt")

@@ -160,3 +160,52 @@ def test_the_older_one_goes_when_the_new_one_is_whole(tmp_path: Path, monkeypatc
     monkeypatch.setattr(write.torch, "save", fail_at_four)
     train(tmp_path, Line(), keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step=00000006.ckpt"]
+
+
+def test_copies_keep_the_order_in_memory() -> None:
+    """A tensor in channels_last is copied as one, as a save in front of training keeps it; the buffer is used again."""
+    copies, value = Copies(), torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    first = copies.of({"w": value})["w"]
+    again = copies.of({"w": value + 1})["w"]
+    assert first.stride() == value.stride()
+    assert again.data_ptr() == first.data_ptr()
+    assert torch.equal(again, value + 1)
+
+
+def test_without_memory_for_a_copy_training_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A state that cannot be copied is written all the same, at once, and one note says so."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore of it")
+
+    monkeypatch.setattr(Copies, "of", refuse)
+    files = WholeFiles()
+    told: list[Exception | None] = []
+    for step in (1, 2):
+        path = tmp_path / f"{step}.ckpt"
+        files.save_checkpoint({"global_step": step}, path, told.append)
+        assert fault(path) is None
+    assert told == [None, None]
+    assert capsys.readouterr().out.count("training waits for the disk (CUDA error: out of memory\n") == 1
+
+
+def test_a_wait_that_is_interrupted_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM while training waits for a write does not lose that write: who cleans up waits for its end."""
+    gate, files = threading.Event(), WholeFiles()
+    files.save_checkpoint({"global_step": 1}, tmp_path / "1.ckpt", lambda _: gate.wait(5))
+    pending = files._pending
+    assert pending is not None
+    with monkeypatch.context() as patch:
+
+        def terminated() -> None:
+            raise SystemExit(143)
+
+        patch.setattr(pending, "result", terminated)
+        with pytest.raises(SystemExit):
+            files.wait()
+    threading.Timer(0.2, gate.set).start()
+    files.wait()
+    assert pending.done()
+    files.teardown()

@@ -113,3 +113,10 @@ def test_a_rolled_back_run_ends_as_if_it_had_gone_through(run_root: Path, capsys
     assert list(differences(outcome(run), whole)) == []
     assert said(capsys, "diff", "mine", str(other)) == "identical\n"
     assert "finished" in said(capsys, "status", "mine")
+
+
+def test_what_a_best_state_means_for_exactness_is_said(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only a validation in the middle of a step finds a best that no run goes on from exactly: the note says when."""
+    run = a_run(run_root, "mine", 9)
+    saved(run / "checkpoints/best-step=00000005.ckpt", 5, 0.1)
+    assert "note: where a validation in the middle of a step" in said(capsys, "rollback", "mine", "--before-step", "9")
