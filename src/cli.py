@@ -155,6 +155,7 @@ def quieten() -> None:
         ".*The number of training batches .* is smaller than the logging interval.*",
         ".*AccumulateGrad node's stream.*",  # Lightning builds DDP on a stream of its own, torch 2.11 remarks on it
         ".*`srun` command is available.*",  # on a login node too; who started the processes is checked
+        ".*distributed.nn.functional.all_gather is deprecated.*",  # Lightning's, on torch 2.13
         ".*infer the batch indices fetched.*",  # predictions are kept in the loader's order
         ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation needs none of them
     ):

@@ -15,7 +15,7 @@ from torch import Tensor
 from src.errors import UserError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+MAPPINGS = (dict, collections.OrderedDict, collections.Counter)  # what `weights_only` loads; others become dict
 HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # Lightning's two keys
 
 
@@ -69,23 +69,30 @@ def refuse_unsafe(checkpoint: dict[str, Any]) -> None:
     unsafe: list[str] = []
 
     def check(name: str, value: Any) -> None:
-        if isinstance(value, Tensor) or type(value) in PLAIN:
-            return
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except Exception:  # whatever pickle makes of a foreign object
+        if not (isinstance(value, Tensor) or type(value) in PLAIN or _is_safe(value)):
             unsafe.append(f"{name} is a {type(value).__qualname__}")
 
     rebuild(plain(checkpoint), check)
+    without = rebuild(plain(checkpoint), lambda _, value: None if isinstance(value, Tensor) else value)
+    if not unsafe and not _is_safe(without):
+        unsafe = [f"a key in {name}" for name, part in without.items() if not _is_safe(part)]
     if unsafe:
         raise UserError(
             f"the state of this run cannot be saved: {', '.join(unsafe[:3])}; a checkpoint holds tensors and plain "
             "types alone, as anything else can run code when it is loaded. Save its numbers instead (state_dict, "
             "on_save_checkpoint)"
         )
+
+
+def _is_safe(value: Any) -> bool:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception:  # whatever pickle makes of a foreign object
+        return False
+    return True
 
 
 class Copies:

@@ -205,7 +205,14 @@ class SaveNewest(Callback):
 
 
 def _refuse_unsafe(trainer: Trainer) -> None:
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    strategy: Any = trainer.strategy
+    # Each rank's part will do: a sharded strategy would put the whole state together, to be thrown away.
+    strategy.lightning_module_state_dict = lambda: strategy.lightning_module.state_dict()
+    strategy.optimizer_state = lambda optimizer: optimizer.state_dict()
+    try:
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    finally:
+        del strategy.lightning_module_state_dict, strategy.optimizer_state
     try:
         refuse_unsafe(checkpoint)
     except UserError as error:

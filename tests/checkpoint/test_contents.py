@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from src.checkpoint.choose import newest
@@ -72,11 +73,39 @@ def test_an_object_in_the_state_is_refused_before_the_first_step(tmp_path: Path)
         train(tmp_path, Stateful())
 
 
+def test_a_key_that_is_no_plain_type_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """No file with such a key could be loaded; the line names the part of the state that has it."""
+
+    class Keyed(Line):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = {"seen": {Size.SMALL: 1}}
+
+    with pytest.raises(UserError, match="a key in mine"):
+        train(tmp_path, Keyed())
+    assert list(tmp_path.glob("*.ckpt")) == []
+
+
+def test_the_look_at_the_start_puts_no_state_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sharded strategy gathers its state when it saves, here three times, and not for the look before that."""
+    gathered: list[str] = []
+    for name in ("lightning_module_state_dict", "optimizer_state"):
+        real = getattr(SingleDeviceStrategy, name)
+
+        def count(*args: Any, name: str = name, real: Any = real) -> Any:
+            gathered.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(SingleDeviceStrategy, name, count)
+    train(tmp_path, Line())
+    assert gathered == ["lightning_module_state_dict", "optimizer_state"] * 3
+
+
 def test_what_pytorch_hangs_on_a_state_stays() -> None:
     """The metadata of a state_dict, by which modules know the version of their buffers, survives."""
     state = torch.nn.BatchNorm1d(2).state_dict()
     assert plain({"state_dict": state})["state_dict"]._metadata == state._metadata  # type: ignore[attr-defined]
     refuse_unsafe({"state_dict": state, "names": {"a"}, "count": collections.defaultdict(int, {"x": 1})})
+    assert type(plain({"count": collections.defaultdict(int, {"x": 1})})["count"]) is dict  # that one does not load
 
 
 def test_a_copy_is_of_its_moment() -> None:
