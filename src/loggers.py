@@ -4,6 +4,7 @@ import os
 import secrets
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from src.files import write_text
 from src.metrics_csv import MetricsCSV
@@ -18,11 +19,12 @@ def run_loggers(run: Run) -> list[Logger]:
     return [rows, TensorBoardLogger(run.path, name="", version="tensorboard", purge_step=purge)]
 
 
+@rank_zero_only
 def keep_wandb_run(run: Run, loggers: list[Logger]) -> None:
     """Let a WandbLogger go on in the W&B run of the earlier starts.
 
     By W&B's own variables, so that a wandb.init in the user's code does the same. An id that the user gave, in the
-    configuration or the environment, comes first.
+    configuration or the environment, comes first. Only rank 0 logs; the others would race for the id.
     """
     if not any(part.__name__ == "WandbLogger" for logger in loggers for part in type(logger).__mro__):
         return

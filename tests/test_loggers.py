@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from src.loggers import keep_wandb_run
 from src.run import Run
@@ -42,4 +43,11 @@ def test_without_wandb_nothing_is_set(run: Run) -> None:
     """Other loggers leave the environment and the run directory as they are."""
     keep_wandb_run(run, [CSVLogger(run.path)])
     assert "WANDB_RUN_ID" not in os.environ
+    assert list(run.path.iterdir()) == []
+
+
+def test_only_rank_0_makes_an_id(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that start at once would each write one, and read another's half."""
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    keep_wandb_run(run, [WandbLogger(run.path)])
     assert list(run.path.iterdir()) == []
