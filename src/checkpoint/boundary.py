@@ -44,7 +44,8 @@ def resume_data(trainer: Trainer) -> None:
     2.6.6, issue 20550): the epoch began anew with the samples that it had had already.
     """
     loop = trainer.fit_loop
-    if loop._combined_loader_states_to_load and loop._combined_loader is not None:
+    # Not restarting, Lightning withholds them on purpose: the state is of an epoch that has ended.
+    if loop.restarting and loop._combined_loader_states_to_load and loop._combined_loader is not None:
         loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
         loop._combined_loader_states_to_load = []
         assert loop._data_fetcher is not None
@@ -65,6 +66,18 @@ def as_boundary(checkpoint: dict[str, Any], trainer: Trainer) -> None:
     else:
         batches["current"] = dict.fromkeys(batches["current"], 0)
         batches["is_last_batch"] = False
+
+
+def before_epoch(checkpoint: dict[str, Any]) -> None:
+    """Let a checkpoint of an epoch's first boundary be of the moment before that epoch begins.
+
+    It has begun there, and Lightning would not call `on_train_epoch_start` again, where modules and callbacks set up
+    what they need in the epoch.
+    """
+    progress = checkpoint["loops"]["fit_loop"]
+    if progress["epoch_loop.batch_progress"]["current"]["ready"] == 0:
+        for count in progress["epoch_progress"].values():
+            count["ready"] = count["started"] = count["completed"]
 
 
 def in_batches_of(checkpoint: dict[str, Any], before: int, now: int) -> None:

@@ -1,5 +1,7 @@
 """What each rank alone knows and a checkpoint must bring back: random numbers, and an epoch's sums so far."""
 
+import builtins
+import dataclasses
 import functools
 import random
 from typing import Any, Protocol
@@ -7,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from lightning import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torch import Tensor
 from torchmetrics import Metric
 
 BOTH = {"max": torch.maximum, "min": torch.minimum}  # how two parts of a logged metric come together, if not by adding
@@ -17,6 +21,9 @@ REDUCTIONS: dict[str, Any] = {  # torchmetrics' own, by their names
     "dim_zero_min": lambda values: values.amin(0),
     "dim_zero_cat": lambda values: values.flatten(0, 1) if values.dim() > 1 else values,
 }
+
+KEPT = {"fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"}  # of Lightning's _Metadata
+KEPT |= {"add_dataloader_idx", "dataloader_idx", "metric_attribute"}
 
 
 class Keeper(Protocol):
@@ -65,60 +72,111 @@ class RandomNumbers:
         return states[rank] if rank < len(states) else None
 
 
-class EpochMetrics:
-    """What `self.log(on_epoch=True)` and torchmetrics have added up in the epoch so far; neither Lightning saves."""
+class CallbackMetrics:
+    """The newest value of each metric, which a schedule may look at long after the validation that made it."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self.results = trainer.fit_loop.epoch_loop._results
-        self.metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
-        self._pending: dict[str, dict[str, Any]] = {}
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
 
     def rank_state(self) -> dict[str, Any]:  # noqa: D102
-        logged = {key: part for key, part in self.results.items() if part.is_tensor and part.meta.on_epoch}
+        newest = self.trainer._logger_connector._callback_metrics
+        return {name: value.detach().cpu().clone() for name, value in newest.items() if isinstance(value, Tensor)}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:  # noqa: D102
+        device = self.trainer.strategy.root_device
+        self.trainer._logger_connector._callback_metrics |= {name: value.to(device) for name, value in state.items()}
+
+    def merge(self, states: list[Any], rank: int) -> Any:
+        """All ranks must see the same, or their schedules part."""
+        return states[0]
+
+
+class EpochMetrics:
+    """What `self.log` and torchmetrics have added up in the epoch so far, and logged last; Lightning saves neither."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self.trainer = trainer
+        self.results = trainer.fit_loop.epoch_loop._results
+        self.metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+
+    def rank_state(self) -> dict[str, Any]:  # noqa: D102
+        # What was logged before the first batch is logged again: the epoch's start is gone through again.
+        begun = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0
+        logged = {
+            key: part for key, part in self.results.items() if part.update_called and part.meta.sync.group is None
+        }
         return {
-            "logged": {
-                key: _values(part) | {"reduce": part.meta.reduce_fx.__name__}
-                for key, part in logged.items()
-                if part.update_called
-            },
+            "results": {key: _entry(part) for key, part in logged.items()} if begun else {},
             "metrics": {name: _values(part) for name, part in self.metrics.items() if part.update_called},
         }
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:  # noqa: D102
-        self._pending = state["logged"]  # what is logged comes into being when it is logged again
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Make the entries at once: a key that is logged in some batches only may not come again."""
         for name, values in state["metrics"].items():
             if name in self.metrics:
                 _set(self.metrics[name], values)
+        for key, entry in state.get("results", {}).items():
+            self._make(key, entry)
+        if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0:
+            self.trainer._logger_connector._first_loop_iter = True  # the next batch is not the first, which clears all
 
-    def add_pending(self) -> None:
-        """Add the earlier part to what has been logged since; nothing is added twice."""
-        for key in self._pending.keys() & self.results.keys():
-            part, earlier = self.results[key], self._pending.pop(key)
-            both = BOTH.get(earlier.pop("reduce"), torch.add)
-            for name, value in earlier.items():
-                now = getattr(part, name)
-                setattr(part, name, both(value.to(now.device), now))
+    def _make(self, key: str, entry: dict[str, Any]) -> None:
+        metric = self.metrics.get(entry["meta"]["metric_attribute"])
+        if entry["values"] is None and metric is None:
+            return
+        reduce = getattr(builtins if entry["builtin"] else torch, entry["reduce"])
+        meta = _Metadata(**entry["meta"], reduce_fx=reduce)
+        should, zero_only = entry["sync"]
+        meta.sync = _Sync(self.trainer.strategy.reduce, should, zero_only)
+        part = _ResultMetric(meta, is_tensor=entry["values"] is not None)
+        part.to(self.trainer.strategy.root_device)
+        if entry["values"] is None:
+            part.value, part._update_count = metric, 1
+        else:
+            _set(part, entry["values"])
+        part._forward_cache = None if entry["last"] is None else entry["last"].to(part.device)
+        self.results[key] = part
 
     def merge(self, states: list[Any], rank: int) -> Any:
-        """Rank 0 goes on with what all have added up, the others with nothing."""
-        if rank:
-            return None
-        logged, metrics = [state["logged"] for state in states], [state["metrics"] for state in states]
-        together: dict[str, Any] = {"logged": {}, "metrics": {}}
-        for key in {key: None for part in logged for key in part}:
-            parts = [part[key] for part in logged if key in part]
-            both = BOTH.get(parts[0]["reduce"], torch.add)
-            values = {
-                name: functools.reduce(both, [part[name] for part in parts]) for name in parts[0].keys() - {"reduce"}
-            }
-            together["logged"][key] = values | {"reduce": parts[0]["reduce"]}
-        for key in {key: None for part in metrics for key in part} & self.metrics.keys():
+        """Rank 0 goes on with what all have added up; the others have the same entries, as reducing is collective."""
+        results, metrics = [state.get("results", {}) for state in states], [state["metrics"] for state in states]
+        together: dict[str, Any] = {"results": {}, "metrics": {}}
+        for key in {key: None for part in results for key in part}:
+            parts = [part[key] for part in results if key in part]
+            together["results"][key] = parts[0] | {"values": _added(parts, rank)}
+        for key in {key: None for part in metrics for key in part} & self.metrics.keys() if rank == 0 else ():
             reductions = self.metrics[key]._reductions
-            parts = [part[key] for part in metrics if key in part]
+            found = [part[key] for part in metrics if key in part]
             together["metrics"][key] = {
-                name: _together(reductions[name], [part[name] for part in parts]) for name in parts[0]
+                name: _together(reductions[name], [part[name] for part in found]) for name in found[0]
             }
         return together
+
+
+def _added(entries: list[dict[str, Any]], rank: int) -> dict[str, Any] | None:
+    """The values of one logged key on all ranks: together on rank 0, on the others what changes nothing."""
+    values = [entry["values"] for entry in entries]
+    if values[0] is None:
+        return None
+    reduce = entries[0]["reduce"]
+    if rank:
+        nothing = {"max": -float("inf"), "min": float("inf")}.get(reduce, 0)
+        return {name: torch.full_like(value, nothing) for name, value in values[0].items()}
+    both = BOTH.get(reduce, torch.add)
+    return {name: functools.reduce(both, [part[name] for part in values]) for name in values[0]}
+
+
+def _entry(part: _ResultMetric) -> dict[str, Any]:
+    """A logged key: how it was logged, what it has added up, and its value of the last batch."""
+    meta, last = part.meta, part._forward_cache
+    return {
+        "meta": {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta) if field.name in KEPT},
+        "reduce": meta.reduce_fx.__name__,
+        "builtin": meta.reduce_fx is not getattr(torch, meta.reduce_fx.__name__),  # Lightning compares it
+        "sync": [meta.sync.should, meta.sync.rank_zero_only],
+        "values": _values(part) if part.is_tensor else None,
+        "last": last.detach().cpu().clone() if isinstance(last, Tensor) else None,
+    }
 
 
 def _together(reduction: Any, values: list[Any]) -> Any:

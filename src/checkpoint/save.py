@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 
-from src.checkpoint.boundary import as_boundary, at_step_boundaries, in_batches_of, resume_data
+from src.checkpoint.boundary import as_boundary, at_step_boundaries, before_epoch, in_batches_of, resume_data
 from src.checkpoint.contents import refuse_unsafe
 from src.checkpoint.files import fault, ours, step_in_name
-from src.checkpoint.rank_state import EpochMetrics, Keeper, RandomNumbers, gather
+from src.checkpoint.rank_state import CallbackMetrics, EpochMetrics, Keeper, RandomNumbers, gather
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
 from src.checkpoint.write import IN_FRONT, WholeFiles, give_name
 from src.errors import AgreedError, Stopped, UserError
@@ -59,8 +60,11 @@ class SaveNewest(Callback):
         resume_data(trainer)
         self.schedule.begin(trainer)
         self._ended, self._accumulation = False, trainer.accumulate_grad_batches
-        self._metrics = EpochMetrics(trainer, pl_module)
-        own: dict[str, Keeper] = {"random": RandomNumbers(trainer.strategy.root_device), "metrics": self._metrics}
+        own: dict[str, Keeper] = {
+            "random": RandomNumbers(trainer.strategy.root_device),
+            "metrics": EpochMetrics(trainer, pl_module),
+            "newest": CallbackMetrics(trainer),
+        }
         self.keepers |= own
 
     def _at_boundary(self, trainer: Trainer) -> None:
@@ -76,12 +80,6 @@ class SaveNewest(Callback):
             # Here, and not by `should_stop`, which first validates and ends the epoch: rows that a run which is not
             # stopped does not have.
             raise Stopped("max_time")
-
-    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
-        self._metrics.add_pending()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
-        self._metrics.add_pending()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._ended = True
@@ -116,9 +114,15 @@ class SaveNewest(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: D102
         if self._ended:
             as_boundary(checkpoint, trainer)
+        else:
+            before_epoch(checkpoint)
+        # Where a Timer has run out, it is this start that is to stop.
+        checkpoint["should_stop"] = trainer.should_stop and not _out_of_time(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Lightning counts micro batches, of which a step may have had another number."""
+        """Lightning counts micro batches, of which a step may have had another number, and forgets `should_stop`."""
+        # A callback may ask for the end before `min_steps`, and does not ask again.
+        trainer.should_stop = trainer.should_stop or checkpoint.get("should_stop", False)
         before = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("accumulation")
         now = trainer.accumulate_grad_batches
         if before and before != now:
@@ -202,6 +206,11 @@ class SaveNewest(Callback):
             "loses least",
             flush=True,
         )
+
+
+def _out_of_time(trainer: Trainer) -> bool:
+    timers = [part for part in trainer.callbacks if isinstance(part, Timer)]  # type: ignore[attr-defined]
+    return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers)
 
 
 def _refuse_unsafe(trainer: Trainer) -> None:

@@ -1,12 +1,15 @@
 """A run that goes on from any of its checkpoints ends bit for bit like the run that was never stopped."""
 
 import random
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning import Callback
+from lightning.pytorch.callbacks import Timer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchmetrics import MeanMetric
@@ -15,7 +18,7 @@ from src.callbacks.global_batch import GlobalBatch
 from src.checkpoint.compare import differences
 from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
-from tests.tiny import Line, Rows, loader, quiet_trainer
+from tests.tiny import Line, Rows, loader, loaders, quiet_trainer
 
 EVERYTHING = {"random", "lr", "val/loss", "train/mean", "train/metric", "train/loss"}
 
@@ -38,6 +41,9 @@ class Everything(Line):
         self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
         self.metric, self.schedule = MeanMetric(), schedule
 
+    def on_train_epoch_start(self) -> None:
+        self.log("train/start", float(self.current_epoch), reduce_fx="sum")
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
         loss = (self.net(batch) - 1).square().mean() * (1 + 0.1 * drawn)
@@ -46,6 +52,9 @@ class Everything(Line):
         self.log("train/max", loss, on_step=False, on_epoch=True, reduce_fx="max")
         self.metric(loss.detach())
         self.log("train/metric", self.metric, on_step=False, on_epoch=True)
+        if batch_idx in (0, 2, 5):
+            self.log("train/some", loss, on_step=True, on_epoch=True)
+            self.log("train/seldom", loss)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -101,6 +110,12 @@ def merged(rows: Rows) -> dict[int, dict[str, float]]:
             0, "epoch", {"max_epochs": 3, "val_check_interval": 4, "log_every_n_steps": 3}, id="validation-inside"
         ),
         pytest.param(0, "plateau", {"max_epochs": 3}, id="plateau"),
+        pytest.param(
+            0,
+            "plateau",
+            {"max_epochs": 3, "val_check_interval": 4, "check_val_every_n_epoch": None},
+            id="plateau-after-validation",
+        ),
         pytest.param(0, "whole", {"max_epochs": 2, "val_check_interval": 4}, id="schedule-of-the-whole"),
         pytest.param(0, "epoch", {"max_steps": 26, "limit_train_batches": 9}, id="steps-and-a-limit"),
         pytest.param(
@@ -133,3 +148,47 @@ def test_every_checkpoint_leads_to_the_same_end(
         assert list(differences(end, resumed)) == [], path.stem
         wanted = {index: row for index, row in expected.items() if index >= step}
         assert merged(later) == wanted, path.stem
+
+
+@pytest.mark.parametrize("out_of_time", [False, True])
+def test_a_wish_to_stop_goes_with_the_state(out_of_time: bool, tmp_path: Path) -> None:
+    """A run that is to stop at its minimum does so also if killed before it; not where a Timer ran out."""
+
+    class Asks(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.should_stop = trainer.should_stop or trainer.global_step == 2
+
+    def train(name: str, asks: list[Callback], resume: Path | None) -> int:
+        saver = SaveNewest(tmp_path / name, CheckpointSettings(every_n_steps=1, keep=99))
+        trainer = quiet_trainer(callbacks=[*asks, saver], min_steps=5, max_steps=20, limit_val_batches=0)
+        trainer.fit(Line(), *loaders(trainer, torch.ones(8, 1), 1), ckpt_path=resume, weights_only=True)
+        return trainer.global_step
+
+    timer = Timer(timedelta(seconds=1000))
+    timer.time_remaining = lambda stage="train": 0.0  # type: ignore[method-assign]
+    assert train("whole", [Asks(), *([timer] if out_of_time else [])], None) == 8  # the first epoch's end
+    assert train(
+        "again", [Timer(timedelta(seconds=1000))] if out_of_time else [], tmp_path / "whole/step=00000003.ckpt"
+    ) == (20 if out_of_time else 8)
+
+
+def test_an_epoch_that_has_no_batch_yet_begins_again(tmp_path: Path) -> None:
+    """What a module sets up in on_train_epoch_start is there, where training goes on from the end of an epoch."""
+
+    class Collects(Line):
+        def on_train_epoch_start(self) -> None:
+            self.outputs: list[Tensor] = []
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.outputs.append(loss := self.error(batch))
+            return loss
+
+    def train(name: str, resume: Path | None) -> float:
+        saver = SaveNewest(tmp_path / name, CheckpointSettings(every_epoch=True, keep=99))
+        trainer, module = quiet_trainer(callbacks=[saver], max_epochs=3, limit_val_batches=0), Collects()
+        trainer.fit(module, *loaders(trainer, torch.ones(4, 1), 1), ckpt_path=resume, weights_only=True)
+        assert len(module.outputs) == 4
+        return module.weight.item()
+
+    whole = train("whole", None)
+    assert train("again", tmp_path / "whole/step=00000004.ckpt") == whole
