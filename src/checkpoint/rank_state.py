@@ -125,7 +125,7 @@ class EpochMetrics:
         if entry["values"] is None and metric is None:
             return
         reduce = getattr(builtins if entry["builtin"] else torch, entry["reduce"])
-        meta = _Metadata(**entry["meta"], reduce_fx=reduce)
+        meta = _Remembered(**entry["meta"], reduce_fx=reduce)
         should, zero_only = entry["sync"]
         meta.sync = _Sync(self.trainer.strategy.reduce, should, zero_only)
         part = _ResultMetric(meta, is_tensor=entry["values"] is not None)
@@ -151,6 +151,22 @@ class EpochMetrics:
                 name: _together(reductions[name], [part[name] for part in found]) for name in found[0]
             }
         return together
+
+
+class _Remembered(_Metadata):
+    """How a key was logged before this start. Lightning refuses a call that differs from it.
+
+    Whether ranks are put together depends on how many there are, so the first call of this start decides that.
+    """
+
+    __hash__ = None  # type: ignore[assignment]  # as a dataclass's
+
+    def __eq__(self, other: object) -> bool:
+        names = [field.name for field in dataclasses.fields(self) if field.name != "_sync"]
+        same = isinstance(other, _Metadata) and all(getattr(self, name) == getattr(other, name) for name in names)
+        if same:
+            self._sync = other._sync  # type: ignore[attr-defined]
+        return same
 
 
 def _added(entries: list[dict[str, Any]], rank: int) -> dict[str, Any] | None:
