@@ -3,7 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from src.errors import UserError
-from src.strategies.ddp import DDP
+from src.strategies.ddp import DDP, NoShard
 from src.strategies.fsdp import FSDP
 
 # gradient_as_bucket_view saves one copy of the gradients; find_unused_parameters costs a graph walk per step.
@@ -18,7 +18,7 @@ StrategyRegistry.register(
 )
 
 StrategyRegistry.register(
-    "fsdp_no_shard", DDP, "ddp, as PyTorch itself now says", override=True, gradient_as_bucket_view=True
+    "fsdp_no_shard", NoShard, "ddp, as PyTorch itself now says", override=True, gradient_as_bucket_view=True
 )
 StrategyRegistry.register("fsdp_full_shard", FSDP, "parameters, gradients and optimizer in parts", override=True)
 StrategyRegistry.register(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from lightning import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -15,12 +15,15 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from src.errors import AgreedError
 from src.strategies.ddp import DDP
+from src.strategies.forward import as_forward, before_backward
 from src.strategies.full_state import full, like, optimizer_like
+from src.strategies.notes import unit_notes
 from src.strategies.wrapping import find_units
 
 # What Lightning calls on a module directly, where hooks on its forward would not see it.
@@ -66,62 +69,104 @@ class FSDP(DDP):
         self.reduce_dtype, self.cpu_offload = getattr(torch, reduce_dtype), cpu_offload
         self.sync_every_micro_batch = sync_every_micro_batch
         self.units: list[str] = []
+        self._buffers: list[tuple[nn.Module, str]] = []
+        self._kept: list[FSDPModule] = []
 
     # --- shard ---
 
+    def _get_process_group_backend(self) -> str:
+        """Gradients that are in the host's memory are clipped, and states saved, over gloo."""
+        backend = super()._get_process_group_backend()
+        return f"cpu:gloo,cuda:{backend}" if self.cpu_offload and backend == "nccl" else backend
+
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module, then let it make its optimizers of what this rank has of it."""
+        """Shard the module, then let it make its optimizers of what this rank has of it.
+
+        Raises:
+            AgreedError: the ranks or the parameters cannot be divided as asked.
+
+        """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        assert self.lightning_module is not None
-        module = self.precision_plugin.convert_module(self.lightning_module)
+        module: nn.Module | None = self.lightning_module
+        assert module is not None
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+            module = self._layer_sync.apply(module)
+        module = self.precision_plugin.convert_module(module)
         if not isinstance(module, FSDPModule):
             self._shard(module)
-        self.model = module
+        self.model, self._buffers = module, _kept_buffers(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def _shard(self, module: nn.Module) -> None:
-        mesh = self._mesh()
+        mesh = self.mesh()
+        _refuse_scalars(module)
         self._start_equal(module)
         settings: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy()}
-        settings["offload_policy"] = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
-        for name, unit in find_units(module):
+        offload = self.cpu_offload and self.root_device.type != "cpu"  # it pins memory, which takes an accelerator
+        settings["offload_policy"] = CPUOffloadPolicy() if offload else OffloadPolicy()
+        units = find_units(module)
+        for note in self._notes(module, units) if self.is_global_zero else ():
+            print(note, flush=True)
+        for name, unit in units:
             fully_shard(unit, reshard_after_forward=self.reshard_after_forward, **settings)
             self.units.append(name)
         # What is left is the root's, needed at the start and at the end of a pass: never worth gathering twice.
         fully_shard(module, reshard_after_forward=False, **settings)
         for step in STEPS:
-            register_fsdp_forward_method(module, step)
+            as_forward(module, step)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.root_device)
 
-    def _mesh(self) -> DeviceMesh:
+    def mesh(self) -> DeviceMesh:
+        """The ranks to shard over. A `configure_model` that shards parts by itself does it on this one.
+
+        Raises:
+            AgreedError: the ranks cannot be divided as asked.
+
+        """
         kind, world = self.root_device.type, self.world_size
         size = self.num_processes if self.ranks_per_shard == "node" else self.ranks_per_shard or world
         if size == world:
             return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
-        if world % size:
-            raise ValueError(f"ranks_per_shard {size} does not divide the {world} ranks")
+        if size < 1 or world % size:
+            raise AgreedError(f"ranks_per_shard is {size}, which does not divide the {world} ranks: use a divisor")
         return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
 
+    def _notes(self, module: nn.Module, units: list[tuple[str, nn.Module]]) -> list[str]:
+        notes = unit_notes(module, units)
+        if self.ranks_per_shard == "node" and self.num_nodes == 1:
+            notes.append("note: on one node fsdp_hybrid_shard is fsdp_full_shard")
+        if str(self.precision_plugin.precision) in ("bf16-true", "16-true"):
+            notes.append(
+                f"note: under {self.precision_plugin.precision} the optimizer's weights are of 16 bits and lose small "
+                "updates; under mixed precision fsdp gathers and computes in 16 bits too, and keeps fp32 weights"
+            )
+        return notes
+
     def _start_equal(self, module: nn.Module) -> None:
-        """Give every rank rank 0's weights, as DDP does, one after the other: all may not fit on the device."""
+        """Give every rank rank 0's weights, as DDP does, one after the other: all may not fit on the device.
+
+        What the module has sharded by itself is left as it is.
+        """
         for tensor in [*module.parameters(), *module.buffers()]:
-            there = tensor.detach().to(self.root_device)
+            if isinstance(tensor, DTensor):
+                continue
+            there = tensor.detach().to(self.root_device).contiguous()
             torch.distributed.broadcast(there, 0)
             tensor.detach().copy_(there)
+            tensor.data = tensor.data.contiguous()  # fully_shard refuses transposed or channels-last parameters
 
     def _policy(self) -> MixedPrecisionPolicy:
         """Units are gathered and computed in half precision under autocast; inputs are left alone.
 
         Casting inputs would turn a step's targets into bf16 as well (1234.567 became 1232.0).
         """
-        half = HALVES.get(str(self.precision_plugin.precision))
-        if half is None:
-            return MixedPrecisionPolicy(cast_forward_inputs=False)
-        return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
+        precision = str(self.precision_plugin.precision)
+        reduce = None if precision == "64-true" else self.reduce_dtype
+        return MixedPrecisionPolicy(HALVES.get(precision), reduce, cast_forward_inputs=False)
 
     # --- train ---
 
@@ -135,6 +180,71 @@ class FSDP(DDP):
             yield
         finally:
             module.set_requires_gradient_sync(True)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """A backward pass that a step does by itself begins before FSDP has seen the step's output."""
+        module = self.lightning_module
+        assert isinstance(module, FSDPModule)
+        if not module.automatic_optimization:
+            before_backward(module, closure_loss)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Buffers that training changes, such as BatchNorm's, are rank 0's everywhere, as under DDP."""
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        buffers = [getattr(module, name) for module, name in self._buffers]
+        if buffers and self.world_size > 1:
+            world = torch.distributed.group.WORLD
+            assert world is not None
+            torch.distributed._broadcast_coalesced(world, buffers, 2**28, 0)
+
+    # --- evaluate ---
+
+    def on_validation_start(self) -> None:
+        """Ranks may have different numbers of batches, but all must gather a unit together.
+
+        Where the numbers differ, units are gathered once, before the first batch, and kept to the end.
+        """
+        module = self.lightning_module
+        assert module is not None
+        self._share_buffers()
+        counts: list[Any] = [None] * self.world_size
+        loop: Any = module.trainer._active_loop
+        torch.distributed.all_gather_object(counts, list(loop.max_batches))
+        if all(count == counts[0] for count in counts):
+            return
+        self._kept = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        with torch.inference_mode(False), torch.no_grad():
+            for part in self._kept:
+                part.set_reshard_after_forward(False, recurse=False)
+                part.unshard()
+
+    def on_validation_end(self) -> None:
+        """Free what was kept."""
+        for part in self._kept:
+            if part is not self.lightning_module:
+                part.set_reshard_after_forward(self.reshard_after_forward, recurse=False)
+            part.reshard()
+        self._kept = []
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Without inference mode: what a unit is first gathered into would be of no use to training."""
+        with torch.inference_mode(False), torch.no_grad():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
+        with torch.inference_mode(False), torch.no_grad():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
+        with torch.inference_mode(False), torch.no_grad():
+            return super().predict_step(*args, **kwargs)
 
     # --- save and load ---
 
@@ -151,7 +261,7 @@ class FSDP(DDP):
         assert self.lightning_module is not None
         current = self.lightning_module.state_dict()
         weights = {name: like(value, current.get(name)) for name, value in checkpoint["state_dict"].items()}
-        self.lightning_module.load_state_dict(weights, strict=strict)
+        super().load_model_state_dict({"state_dict": weights}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Of the whole state, what belongs to this rank's part."""
@@ -165,3 +275,22 @@ class FSDP(DDP):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _kept_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the buffers are that a checkpoint keeps; the others are tables that every rank has alike."""
+    return [
+        (part, name)
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set and not isinstance(buffer, DTensor)
+    ]
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    names = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if names:
+        raise AgreedError(
+            f"fsdp cuts parameters along their first dimension and {', '.join(names[:3])} has none: make it a vector "
+            "of one number (torch.zeros(1)), or use --trainer.strategy ddp"
+        )

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from src.checkpoint.contents import rebuild
+
 
 def full(state: Any, keep: bool) -> Any:
     """The same nested state with every sharded tensor whole, in the host's memory.
@@ -19,14 +21,14 @@ def full(state: Any, keep: bool) -> Any:
         keep: whether this rank wants the result; where not, sharded tensors are left out
 
     """
-    if isinstance(state, DTensor):
-        whole = state.full_tensor()
-        return whole.cpu() if keep else None
-    if isinstance(state, Mapping):
-        return type(state)((key, full(value, keep)) for key, value in state.items())  # type: ignore[call-arg]
-    if isinstance(state, list | tuple):
-        return type(state)(full(value, keep) for value in state)
-    return state
+
+    def whole(_: str, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        tensor = value.full_tensor()
+        return tensor.cpu() if keep else None
+
+    return rebuild(state, whole)
 
 
 def like(whole: Any, part: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from src.errors import UserError
@@ -27,13 +28,15 @@ def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     They are the model's BLOCKS; where it names none, what a Hugging Face model says must not be split; else modules
     with a million parameters or more that are in no smaller such one. A module that shares a parameter with another
-    part of the model is left to the root.
+    part of the model is left to the root, and what the model has sharded by itself as it is.
     """
     named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     chosen = find_blocks(model) or [module for module in model.modules() if type(module).__name__ in named]
     chosen = chosen or _by_size(model)
     names = {module: name for name, module in model.named_modules()}
-    return [(names[unit], unit) for unit in reversed(chosen) if unit is not model and not _shares(unit, model)]
+    sharded = {part for module in model.modules() if isinstance(module, FSDPModule) for part in module.modules()}
+    units = [unit for unit in reversed(chosen) if unit is not model and unit not in sharded]
+    return [(names[unit], unit) for unit in units if not _shares(unit, model)]
 
 
 def _by_size(model: nn.Module) -> list[nn.Module]:
@@ -43,8 +46,8 @@ def _by_size(model: nn.Module) -> list[nn.Module]:
     def visit(module: nn.Module) -> int:
         """How many parameters are left to what holds `module`."""
         inner = [] if isinstance(module, nn.MultiheadAttention) else list(module.children())
-        within = [parameter for child in inner for parameter in child.parameters()]
-        own = [parameter for parameter in module.parameters() if not any(parameter is other for other in within)]
+        within = {id(parameter) for child in inner for parameter in child.parameters()}
+        own = [parameter for parameter in module.parameters() if id(parameter) not in within]
         left = sum(parameter.numel() for parameter in own) + sum(visit(child) for child in inner)
         if left < UNIT or isinstance(module, nn.ModuleList | nn.ModuleDict):
             return left

@@ -1,8 +1,12 @@
 import pytest
+import torch
+from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from src.errors import UserError
 from src.strategies import NAMES, resolve_strategy
+from src.strategies.fsdp import FSDP
+from tests.tiny import quiet_trainer
 
 
 @pytest.mark.parametrize(
@@ -36,3 +40,36 @@ def test_a_name_means_its_settings(name, unused):
     assert isinstance(strategy, DDPStrategy)
     assert strategy._ddp_kwargs.get("gradient_as_bucket_view") is True
     assert strategy._ddp_kwargs.get("find_unused_parameters", False) is unused
+
+
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [
+        (FSDP(ranks_per_shard="node"), ["note: on one node fsdp_hybrid_shard is fsdp_full_shard"]),
+        (
+            FSDP(precision_plugin=HalfPrecision("bf16-true")),
+            ["note: under bf16-true the optimizer's weights are of 16"],
+        ),
+        (FSDP(), []),
+    ],
+)
+def test_what_a_setting_amounts_to_is_told(strategy, told):
+    """Hybrid sharding on one node, and weights of 16 bits, are noted; plain full sharding is not."""
+    notes = [note for note in strategy._notes(torch.nn.Linear(1, 1), []) if note.startswith("note: ")]
+    assert [note[: len(start)] for note, start in zip(notes, told, strict=True)] == told
+
+
+def test_no_shard_says_that_it_is_ddp(monkeypatch, capsys):
+    """`fsdp_no_shard` is DDP and says so."""
+    monkeypatch.setattr(DDPStrategy, "setup", lambda self, trainer: None)
+    strategy = StrategyRegistry.get("fsdp_no_shard")
+    assert isinstance(strategy, DDPStrategy)
+    strategy.setup(quiet_trainer())
+    assert capsys.readouterr().out == "note: fsdp_no_shard is ddp\n"
+
+
+def test_host_memory_is_reached_over_gloo(monkeypatch):
+    """With parameters in the host's memory a GPU's process group speaks gloo too; without them NCCL alone."""
+    monkeypatch.setattr(DDPStrategy, "_get_process_group_backend", lambda self: "nccl")
+    assert FSDP(cpu_offload=True)._get_process_group_backend() == "cpu:gloo,cuda:nccl"
+    assert FSDP()._get_process_group_backend() == "nccl"

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from src.errors import UserError
-from src.strategies.wrapping import checkpoint_activations, compile_blocks, find_blocks
+from src.strategies.notes import unit_notes
+from src.strategies.wrapping import checkpoint_activations, compile_blocks, find_blocks, find_units
 from tests.small_task import Block, SmallNet, texts
 
 TOKENS = texts(2, seed=1)
@@ -115,3 +116,118 @@ def test_a_model_that_names_no_blocks_is_refused(wrap, setting):
     """Both settings refuse a model without BLOCKS and say which line it needs."""
     with pytest.raises(UserError, match=rf"{setting} works on .* Sequential names none.*BLOCKS = "):
         wrap(nn.Sequential(nn.Linear(1, 1)))
+
+
+class Big(nn.Module):
+    """A layer of a million parameters, with a small one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.small = nn.Linear(1000, 1000), nn.Linear(2, 2)
+
+
+class Hub(nn.Module):
+    """As a Hugging Face model says it: class names that must not be split, on the inner model."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        object.__setattr__(self.model, "_no_split_modules", ["Block", "Absent"])
+        self.model.layers = nn.ModuleList([Block(4, 0.0), Block(4, 0.0)])
+        self.model.embed, self.head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
+        if tied:
+            self.head.weight = self.model.embed.weight
+
+
+class Outer(nn.Module):
+    """A block that holds blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.beside = Block(4, 0.0), nn.Linear(4, 4)
+
+
+class Tree(nn.Module):
+    """Blocks in blocks."""
+
+    BLOCKS = (Outer, Block)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Outer(), Outer()
+
+
+def shared(model: nn.Module, one: str, other: str) -> nn.Module:
+    """The model with one parameter in two places."""
+    place, _, attribute = one.rpartition(".")
+    setattr(model.get_submodule(place), attribute, model.get_parameter(other))
+    return model
+
+
+def named(**parts: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for part, module in parts.items():
+        model.add_module(part, module)
+    return model
+
+
+def attention() -> nn.Module:
+    return nn.MultiheadAttention(600, 2)  # its two projections have 1.1 and 0.36 million parameters
+
+
+UNITS = [
+    ("blocks", Nested(), ["model.blocks.2", "model.blocks.1", "model.blocks.0"]),
+    ("a block that is deeper", Stages(), ["2.1", "1"]),
+    ("inner blocks first", Tree(), ["second.inner", "second", "first.inner", "first"]),
+    ("what must not be split", Hub(), ["model.layers.1", "model.layers.0"]),
+    ("tied weights of the root", Hub(tied=True), ["model.layers.1", "model.layers.0"]),
+    ("by size", named(a=Big(), b=Big()), ["a.wide", "b.wide"]),
+    ("by size, never a list", named(parts=nn.ModuleList([Big(), Big()])), ["parts.0.wide", "parts.1.wide"]),
+    ("by size, never a dictionary", named(parts=nn.ModuleDict({"x": Big()})), ["parts.x.wide"]),
+    ("a list of small parts", named(parts=nn.ModuleList([nn.Linear(800, 800), nn.Linear(800, 800)])), []),
+    (
+        "small parts that are many together",
+        named(part=nn.Sequential(nn.Linear(800, 800), nn.Linear(800, 800))),
+        ["part"],
+    ),
+    ("attention as one", named(part=attention(), head=nn.Linear(2, 2)), ["part"]),
+    ("tied big parts", shared(named(a=nn.Linear(1000, 1000), b=nn.Linear(1000, 1000)), "a.weight", "b.weight"), []),
+    ("nothing big", net().blocks, []),
+    ("the model itself", nn.Linear(1000, 1000), []),
+]
+
+
+@pytest.mark.parametrize(("model", "names"), [unit[1:] for unit in UNITS], ids=[unit[0] for unit in UNITS])
+def test_units_are_found(model, names):
+    """Units are the blocks, what must not be split, or what is big: by their names, inner ones before outer ones."""
+    units = find_units(model)
+    found = [name for name, _ in units]
+    assert sorted(found) == sorted(names)
+    assert all(model.get_submodule(name) is unit for name, unit in units)
+    places = {name: place for place, name in enumerate(found)}
+    assert all(places[a] < places[b] for a in found for b in found if a.startswith(f"{b}."))
+
+
+def test_blocks_that_share_a_parameter_stay_with_the_root():
+    """Two blocks with one weight are no units, and the third is one."""
+    assert [name for name, _ in find_units(shared(net(), "blocks.0.up.weight", "blocks.1.up.weight"))] == ["blocks.2"]
+
+
+def test_units_are_told():
+    """Rank 0 says how many units of which size are gathered, and what is left to the root."""
+    model = named(body=nn.Sequential(*[nn.Linear(1000, 1000, bias=False) for _ in range(3)]), head=nn.Linear(10, 10))
+    assert unit_notes(model, find_units(model)) == [
+        "note: fsdp gathers 3 units of Linear (1.0 M parameters each) and 110 parameters of the root"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(nn.Linear(3, 3), "found no blocks, so all 12 parameters are gathered at once"), (net(), "are so small that")],
+)
+def test_a_division_that_does_not_help_is_warned_of(model, reason):
+    """A model that is gathered as a whole, or in crumbs, is warned of with the reason and with what to do."""
+    warning = unit_notes(model, find_units(model))[-1]
+    assert warning.startswith("warning: fsdp")
+    assert reason in warning
+    assert "BLOCKS" in warning

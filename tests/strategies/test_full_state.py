@@ -1,0 +1,152 @@
+"""A state that is saved under one strategy and world size goes on under every other one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.strategies import states
+
+SHAPES = [("auto", 1), ("ddp", 1), ("fsdp_full_shard", 1), ("fsdp_shard_grad_op", 1)]
+SHAPES += [("ddp", 2), ("fsdp_full_shard", 2), ("fsdp_shard_grad_op", 2)]
+KINDS = ("sgd", "momentum", "bf16", "double")  # beside AdamW's parameter groups, between all shapes
+FEW = [("auto", 1), ("fsdp_full_shard", 2)]
+# Another number of ranks adds in another order.
+TOLERANCE = {"bf16": 2e-2, "double": 1e-12}
+
+SAVED = [("adamw", *shape) for shape in SHAPES] + [(kind, *shape) for kind in KINDS for shape in FEW]
+
+
+def name(kind: str, strategy: str, world: int) -> str:
+    return f"{kind}-{strategy}-{world}"
+
+
+def continued(world: int, sources: tuple[int, ...]) -> list[tuple[str, str, str]]:
+    """What goes on with `world` processes from a file that so many have saved."""
+    return [
+        (kind, strategy, name(kind, saved_by, of))
+        for kind, saved_by, of in SAVED
+        for other, strategy, here in SAVED
+        if other == kind and here == world and of in sources
+    ]
+
+
+PAIRS = [(world, run) for world in (1, 2) for run in continued(world, (1, 2))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of all runs and what each rank has seen, trained in three groups of processes."""
+    folder = tmp_path_factory.mktemp("states")
+    saving = {world: [(kind, strategy, "") for kind, strategy, here in SAVED if here == world] for world in (1, 2)}
+    phases = [(1, saving[1] + continued(1, (1,))), (2, saving[2] + continued(2, (1, 2))), (1, continued(1, (2,)))]
+    for phase, (world, runs) in enumerate(phases):
+        torch.multiprocessing.spawn(states.ranks, (world, phase, runs, str(folder)), nprocs=world)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> list[dict[str, Any]]:
+    """By rank and run."""
+    found: list[dict[str, Any]] = [{}, {}]
+    for path in sorted(folder.glob("results-*.pt")):
+        found[int(path.stem[-1])] |= torch.load(path, weights_only=True)
+    return found
+
+
+def file(folder: Path, run: str, step: int) -> dict[str, Any]:
+    return torch.load(folder / run / f"step={step:08d}.ckpt", weights_only=True)
+
+
+def numbers(checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights, buffers and the optimizer's tensors by name."""
+    found = dict(checkpoint["state_dict"])
+    for number, state in checkpoint["optimizer_states"][0]["state"].items():
+        found |= {f"{number}.{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return found
+
+
+@pytest.mark.parametrize(("world", "run"), PAIRS, ids=str)
+def test_a_state_goes_on_under_every_strategy(seen, folder, world, run):
+    """The curve from the middle on, and the state at the end, are those of the run that was not stopped."""
+    kind, strategy, source = run
+    # Lightning's own single process loads a 64-true state into a module that is fp32 still.
+    tolerance = 1e-6 if (kind, strategy) == ("double", "auto") else TOLERANCE.get(kind, 1e-5)
+    here = f"{name(kind, strategy, world)}-from-{source}"
+    straight = seen[0][name(kind, "auto", 1)]
+    assert len(straight["losses"]) == states.STEPS
+    assert seen[0][here]["losses"] == pytest.approx(straight["losses"][states.HALF :], abs=tolerance)
+    expected = numbers(file(folder, name(kind, "auto", 1), states.STEPS))
+    found = numbers(file(folder, here, states.STEPS))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "strategy", "world"), [one for one in SAVED if one[:2] != ("double", "auto")])
+def test_the_same_shape_goes_on_bit_for_bit(seen, folder, kind, strategy, world):
+    """Under the strategy and the world size that saved it, a state goes on as if it had never been saved."""
+    straight = name(kind, strategy, world)
+    here = f"{straight}-from-{straight}"
+    assert seen[0][here]["losses"] == seen[0][straight]["losses"][states.HALF :]
+    first, second = (numbers(file(folder, run, states.STEPS)) for run in (straight, here))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(("kind", "strategy", "world"), SAVED)
+def test_a_file_has_the_modules_own_names_and_types(folder, kind, strategy, world):
+    """A file loads strictly into the bare module, with whole tensors of the precision's type in the host's memory."""
+    weights = file(folder, name(kind, strategy, world), states.HALF)["state_dict"]
+    module = states.Uneven(kind)
+    module.load_state_dict(weights, strict=True)
+    dtype = {"bf16": torch.bfloat16, "double": torch.float64}.get(kind, torch.float32)
+    assert all(type(value) is torch.Tensor for value in weights.values())
+    assert {value.dtype for key, value in weights.items() if key != "seen"} == {dtype}
+    assert weights["seen"] == states.HALF
+
+
+@pytest.mark.parametrize(("kind", "momenta"), [("sgd", 0), ("momentum", 5), ("adamw", 10)])
+def test_an_optimizers_state_is_saved_by_its_own_numbers(folder, kind, momenta):
+    """Frozen parameters and plain SGD have no state; what there is has the shape of a whole parameter."""
+    of_parts = file(folder, name(kind, "fsdp_full_shard", 2), states.HALF)["optimizer_states"][0]
+    of_whole = file(folder, name(kind, "auto", 1), states.HALF)["optimizer_states"][0]
+    assert of_parts["param_groups"] == of_whole["param_groups"]
+    shapes = [
+        {
+            (number, key, value.shape)
+            for number, one in state["state"].items()
+            for key, value in one.items()
+            if value is not None
+        }
+        for state in (of_parts, of_whole)
+    ]
+    assert shapes[0] == shapes[1]
+    assert sum(len(shape) > 0 for _, _, shape in shapes[0]) == momenta
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_full_shard", "fsdp_shard_grad_op"])
+def test_only_rank_0_holds_a_whole_state(seen, strategy):
+    """To save, rank 0 gets the whole weights and momenta and the others none of either."""
+    first, second = (of_rank[name("adamw", strategy, 2)] for of_rank in seen)
+    assert "first.weight" in first["whole"]
+    assert second["whole"] == ["seen"]
+    assert (first["momenta"], second["momenta"]) == (10, 0)
+
+
+@pytest.mark.parametrize(("kind", "strategy", "world"), SAVED)
+def test_a_sharded_module_is_evaluated_with_a_files_weights(seen, kind, strategy, world):
+    """After training, `validate` and `test` load a file into the same module and find what a plain process finds."""
+    evaluated = seen[0][name(kind, strategy, world)]["evaluated"]
+    expected = seen[0][name(kind, "auto", 1)]["evaluated"]
+    assert len(expected) == 2
+    assert evaluated == pytest.approx(expected, abs=TOLERANCE.get(kind, 1e-5))
+
+
+def test_what_cannot_be_divided_is_refused_in_one_line(seen):
+    """A parameter without dimensions is named, and a mesh that does not divide the ranks is refused."""
+    said = seen[0]["refused"]
+    assert "first dimension and zero has none" in said["scalar"]
+    assert said["mesh"].startswith("ranks_per_shard is 3, which does not divide the 2 ranks")
+    assert all("\n" not in text for text in said.values())
