@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from lightning import Trainer
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -117,8 +118,16 @@ class FSDP(DDP):
         fully_shard(module, reshard_after_forward=False, **settings)
         for step in STEPS:
             as_forward(module, step)
-        for buffer in module.buffers():
-            buffer.data = buffer.data.to(self.root_device)
+        self._move_rest(module)
+
+    def _move_rest(self, module: nn.Module) -> None:
+        """Buffers, states of torchmetrics, and what `module.device` says, to the device; offloaded parameters stay."""
+        for part in module.modules():
+            if next(part.parameters(), None) is None:
+                part.to(self.root_device)
+            for buffer in part.buffers(recurse=False):
+                buffer.data = buffer.data.to(self.root_device)
+        _update_properties(module, device=self.root_device)
 
     def mesh(self) -> DeviceMesh:
         """The ranks to shard over. A `configure_model` that shards parts by itself does it on this one.
@@ -275,6 +284,7 @@ class FSDP(DDP):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        self.checkpoint_io.teardown()  # what is being written gets to the disk
 
 
 def _kept_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
