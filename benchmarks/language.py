@@ -34,7 +34,7 @@ def bare() -> None:
     for block in model.blocks:
         block.compile(dynamic=False)
     model.loss = torch.compile(model.loss, dynamic=False)
-    step = _Step(model)
+    step = Step(model)
     if world > 1:
         torch.distributed.init_process_group("nccl")
         step = torch.nn.parallel.DistributedDataParallel(step, gradient_as_bucket_view=True)
@@ -60,7 +60,9 @@ def bare() -> None:
         torch.distributed.destroy_process_group()
 
 
-class _Step(torch.nn.Module):
+class Step(torch.nn.Module):
+    """From bytes to the loss, in one forward pass that can be distributed."""
+
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model

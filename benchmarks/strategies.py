@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from language import Step  # beside this file
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT, STEPS, WARM = 1024, 30, 10
@@ -54,7 +55,7 @@ def bare(shape: str, mode: str) -> None:
     for block in model.blocks:
         block.compile(dynamic=False)
     model.loss = torch.compile(model.loss, dynamic=False)
-    step: torch.nn.Module = _Step(model)
+    step: torch.nn.Module = Step(model)
     if world > 1:
         torch.distributed.init_process_group("nccl")
         step = _distribute(step, model, mode)
@@ -77,16 +78,6 @@ def bare(shape: str, mode: str) -> None:
         print(json.dumps(found), flush=True)
     if world > 1:
         torch.distributed.destroy_process_group()
-
-
-class _Step(torch.nn.Module):
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        tokens = batch.long()
-        return self.model.loss(self.model.features(tokens[:, :-1]), tokens[:, 1:])
 
 
 def _distribute(step: torch.nn.Module, model: torch.nn.Module, mode: str) -> torch.nn.Module:
