@@ -68,6 +68,7 @@ class Step(torch.nn.Module):
         self.model = model
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """(B, T + 1) bytes -> the mean loss, in nats."""
         tokens = batch.long()
         return self.model.loss(self.model.features(tokens[:, :-1]), tokens[:, 1:])
 
