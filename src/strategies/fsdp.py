@@ -17,7 +17,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from src.errors import AgreedError
@@ -25,6 +24,7 @@ from src.strategies.ddp import DDP
 from src.strategies.forward import as_forward, before_backward
 from src.strategies.full_state import full, like, optimizer_like
 from src.strategies.notes import unit_notes
+from src.strategies.parts import free, kept_buffers, refuse_scalars, sharded, start_equal
 from src.strategies.wrapping import find_units
 
 # What Lightning calls on a module directly, where hooks on its forward would not see it.
@@ -36,9 +36,11 @@ Reduce = Literal["float32", "bfloat16", "float16"]
 class FSDP(DDP):
     """Parameters, gradients and optimizer state in parts over the ranks; each unit is put together where it is used.
 
-    The mathematics is DDP's: gradients are averaged over ranks, in fp32 whatever the parameters are computed in, and
-    the weights that the optimizer sees are fp32. Checkpoints are DDP's too: one file with plain names, which either
-    continues on any number of processes.
+    In fp32 the mathematics is DDP's. Under mixed precision it is to half-precision rounding: embeddings, norms and bare
+    parameters, which autocast leaves in fp32, are gathered in 16 bits too. Gradients are averaged over ranks in fp32
+    whatever the parameters are computed in, and the weights that the optimizer sees are fp32.
+
+    Checkpoints are DDP's: one file with plain names, which either continues on any number of processes.
 
     FSDP2 and not Lightning's FSDPStrategy: that one cannot run on CPUs, cannot clip by norm and reduces gradients in
     half precision.
@@ -96,15 +98,16 @@ class FSDP(DDP):
         module = self.precision_plugin.convert_module(module)
         if not isinstance(module, FSDPModule):
             self._shard(module)
-        self.model, self._buffers = module, _kept_buffers(module)
+        free(module)  # an optimizer must get the parts
+        self.model, self._buffers = module, kept_buffers(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def _shard(self, module: nn.Module) -> None:
         mesh = self.mesh()
-        _refuse_scalars(module)
-        self._start_equal(module)
+        refuse_scalars(module)
+        start_equal(module, self.root_device)
         settings: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy()}
         offload = self.cpu_offload and self.root_device.type != "cpu"  # it pins memory, which takes an accelerator
         settings["offload_policy"] = CPUOffloadPolicy() if offload else OffloadPolicy()
@@ -154,19 +157,6 @@ class FSDP(DDP):
                 "updates; under mixed precision fsdp gathers and computes in 16 bits too, and keeps fp32 weights"
             )
         return notes
-
-    def _start_equal(self, module: nn.Module) -> None:
-        """Give every rank rank 0's weights, as DDP does, one after the other: all may not fit on the device.
-
-        What the module has sharded by itself is left as it is.
-        """
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if isinstance(tensor, DTensor):
-                continue
-            there = tensor.detach().to(self.root_device).contiguous()
-            torch.distributed.broadcast(there, 0)
-            tensor.detach().copy_(there)
-            tensor.data = tensor.data.contiguous()  # fully_shard refuses transposed or channels-last parameters
 
     def _policy(self) -> MixedPrecisionPolicy:
         """Units are gathered and computed in half precision under autocast; inputs are left alone.
@@ -223,19 +213,20 @@ class FSDP(DDP):
         torch.distributed.all_gather_object(counts, list(loop.max_batches))
         if all(count == counts[0] for count in counts):
             return
-        self._kept = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._kept = sharded(module)
         with torch.inference_mode(False), torch.no_grad():
             for part in self._kept:
                 part.set_reshard_after_forward(False, recurse=False)
                 part.unshard()
 
     def on_validation_end(self) -> None:
-        """Free what was kept."""
+        """Whoever asks for parameters after an evaluation gets the parts, the root's too."""
+        module = self.lightning_module
+        assert module is not None
         for part in self._kept:
-            if part is not self.lightning_module:
-                part.set_reshard_after_forward(self.reshard_after_forward, recurse=False)
-            part.reshard()
+            part.set_reshard_after_forward(self.reshard_after_forward and part is not module, recurse=False)
         self._kept = []
+        free(module)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
@@ -285,22 +276,3 @@ class FSDP(DDP):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()  # what is being written gets to the disk
-
-
-def _kept_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the buffers are that a checkpoint keeps; the others are tables that every rank has alike."""
-    return [
-        (part, name)
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-        if name not in part._non_persistent_buffers_set and not isinstance(buffer, DTensor)
-    ]
-
-
-def _refuse_scalars(module: nn.Module) -> None:
-    names = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
-    if names:
-        raise AgreedError(
-            f"fsdp cuts parameters along their first dimension and {', '.join(names[:3])} has none: make it a vector "
-            "of one number (torch.zeros(1)), or use --trainer.strategy ddp"
-        )

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -63,18 +63,22 @@ class Net(LightningModule):
         self.blocks = nn.Sequential(Block(), Block())
         if tied:
             self.head.weight = self.letters.weight
+            cast(Block, self.blocks[0]).layer.weight = cast(Block, self.blocks[1]).layer.weight
         self.skipped = Block() if unused else None
         if frozen:
             self.blocks[0].requires_grad_(False)
             self.letters.requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(3)) if direct else None
+        self.scale = nn.Parameter(torch.full((2, 3), 0.5).t()) if direct else None  # transposed too
         self.norm = nn.BatchNorm1d(WIDTH) if norm else None
         self.register_buffer("shift", torch.tensor(1 / 3, dtype=torch.float64) if double else None)
         self.flat, self.twice, self.make, self.sharded = flat, twice, optimizer, sharded
-        if manual:  # the root alone, and no forward pass that hooks could see
+        self.unseen = manual or direct  # its steps do not go through what hooks on a forward pass see
+        if manual:  # the root alone
             self.automatic_optimization, self.BLOCKS = False, ()
         self.losses: list[Tensor] = []
         self.norms: list[float] = []
+        self.reduced = 0  # passes after which a gradient was there; FSDP's are there only when they are reduced
+        self.computed_in = ""
         self.rounded = False  # whether bf16 could hold the last step's gradients
         self.evaluated = torch.zeros(2)
         self.targets: set[tuple[str, float]] = set()
@@ -84,7 +88,7 @@ class Net(LightningModule):
             fully_shard(self.blocks[0], mesh=self.trainer.strategy.mesh())
 
     def __call__(self, *args: Any) -> Any:
-        return self.forward(*args) if self.BLOCKS == () else super().__call__(*args)
+        return self.forward(*args) if self.unseen else super().__call__(*args)
 
     def forward(self, letters: Tensor) -> Tensor:
         x = self.letters(letters)
@@ -99,6 +103,7 @@ class Net(LightningModule):
 
     def loss(self, batch: Any) -> Tensor:
         letters, numbers = batch
+        self.computed_in = str(self.head.weight.dtype)
         if self.flat:
             self.targets.add((str(numbers.dtype), numbers.max().item()))
             return F.mse_loss(self(letters[:, :-1]).float().mean((1, 2)) + FLAT, numbers)
@@ -117,6 +122,9 @@ class Net(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.evaluated += torch.stack([self.loss(batch) * len(batch[0]), torch.tensor(len(batch[0]))])
+
+    def on_after_backward(self) -> None:
+        self.reduced += any(parameter.grad is not None for parameter in self.parameters())
 
     def on_before_optimizer_step(self, optimizer: object) -> None:
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
@@ -215,6 +223,9 @@ def train(name: str, strategy: str, precision: str, rank: int, world: int) -> di
     plugins = [] if strategy == "auto" else [TorchElasticEnvironment()]
     trainer = quiet_trainer(plugins=plugins, **settings, **case.trainer)
     micro, steps = BATCH // world // accumulation, STEPS if name == "plain" else STEPS // 2
+    if name == "validated":  # what is gathered there first, training uses
+        trainer.validate(module, loader(trainer, Samples(2 * BATCH), micro, train=False), verbose=False)
+        module.evaluated.zero_()
     # Of 25 samples two ranks have 13 and 12, the last one in a batch of its own.
     trainer.fit(
         module,
@@ -232,7 +243,9 @@ def train(name: str, strategy: str, precision: str, rank: int, world: int) -> di
         "norms": module.norms,
         "weights": {key: value.clone() for key, value in weights.items() if value is not None},
         "targets": sorted(module.targets),
+        "computed_in": module.computed_in,
         "rounded": module.rounded,
+        "reduced": module.reduced,
         "held": held(trainer.optimizers[0]),
     }
 

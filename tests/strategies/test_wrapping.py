@@ -172,7 +172,7 @@ def named(**parts: nn.Module) -> nn.Module:
 
 
 def attention() -> nn.Module:
-    return nn.MultiheadAttention(600, 2)  # its two projections have 1.1 and 0.36 million parameters
+    return nn.MultiheadAttention(1024, 2)  # its two projections have 3.1 and 1.0 million parameters
 
 
 UNITS = [
