@@ -14,8 +14,8 @@ from src.run import Run
 def run_loggers(run: Run) -> list[Logger]:
     """The two that every run has. What was logged behind the state that training goes on from is logged again."""
     rows = MetricsCSV(run.path / "metrics.csv")
-    rows.rewind(run.step)
-    purge = run.step if run.state == "continued" else None
+    rows.rewind(run.rows)
+    purge = run.rows if run.state == "continued" else None
     return [rows, TensorBoardLogger(run.path, name="", version="tensorboard", purge_step=purge)]
 
 

@@ -22,7 +22,7 @@ import yaml
 
 from src.changes import changes, keep_config, refuse_changed
 from src.checkpoint.choose import NoWholeCheckpointError, newest
-from src.checkpoint.files import clear_temporary, fault, moved_aside, ours
+from src.checkpoint.files import clear_temporary, fault, moved_aside, ours, rows_inside
 from src.errors import UserError
 from src.files import read_json, write_text
 from src.lock import hold
@@ -37,6 +37,7 @@ class Run:
     state: str  # new | continued | finished
     checkpoint: str | None = None  # where training goes on
     step: int = 0  # steps done in it
+    rows: int = 0  # of its steps, as loggers count them
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -107,7 +108,7 @@ def open_run(
     hold(folder)
     clear_temporary(folder / "checkpoints")
     if found := newest(folder / "checkpoints", quarantine=True):
-        run.checkpoint, run.step = str(found[0]), found[1]
+        run.checkpoint, run.step, run.rows = str(found[0]), found[1], rows_inside(found[0])
         refuse_changed(folder, essentials or {}, allowed)
     else:
         _refuse_lost(folder)

@@ -5,15 +5,18 @@ import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from src.checkpoint import schedule
 from src.checkpoint.compare import differences, outcome
 from src.cli import main
 from src.command_line import CONFIGS
-from tests.commands import CPU, SMALL, TWO, cut_back, only_run, train
+from tests.commands import CPU, SMALL, TWO, cut_back, only_run, rows, train
+from tests.small_task import SmallModule
 
 # Five steps per epoch, three epochs; validation in the middle of each.
 KEEP = ["--checkpoint.every_n_steps", "1", "--checkpoint.keep", "99", "--model.dropout", "0.3", "--data.size", "40"]
@@ -43,6 +46,44 @@ def test_each_task_goes_on_exactly(task: str, run_root: Path, monkeypatch: pytes
     monkeypatch.setenv("RUN_ROOT", str(run_root.parent / "again"))
     assert main(command) == 0
     assert list(differences(outcome(copy), outcome(run_root / "killed"))) == []
+
+
+class TwoOptimizers(SmallModule):
+    """SmallModule that optimizes by itself: its blocks in every second batch, the rest in each."""
+
+    def __init__(self, **settings: float) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers()[: 1 + batch_idx % 2]:  # type: ignore[index]
+            optimizer.step()
+        self.log("train/own", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        blocks = set(self.model.blocks.parameters())
+        rest = [parameter for parameter in self.parameters() if parameter not in blocks]
+        return torch.optim.AdamW(rest, self.lr), torch.optim.SGD(blocks, self.lr)
+
+
+def test_a_module_that_optimizes_by_itself_goes_on_exactly(run_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is a row, however many steps its optimizers make; the state of an optimizer's step is named by these."""
+    own = ["--model", f"{__name__}.TwoOptimizers", "--model.dropout", "0.3", "--trainer.gradient_clip_val", "null"]
+    command = ["fit", *CPU, *RUN, *own, "--trainer.max_steps", "30"]
+    assert main(command) == 0
+    whole = outcome(run_root / "killed")
+    logged = [(int(row["step"]), row["train/loss"] != "") for row in rows(run_root / "killed") if row["train/own"]]
+    assert logged == [(step, True) for step in (2, 5, 8, 11, 14, 17, 20)]
+    for step in (6, 7, 16):
+        root = run_root.parent / f"again-{step}"
+        copy = cut_back(run_root / "killed", step, root)
+        monkeypatch.setenv("RUN_ROOT", str(root))
+        assert main(command) == 0
+        assert list(differences(outcome(copy), whole)) == [], step
 
 
 def test_a_kill_right_after_a_save_loses_no_row(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from src.batching import GlobalBatchSampler
-from src.callbacks.log_interval import row_is_due, write_row
+from src.callbacks.log_interval import row_index, row_is_due, write_row
 
 
 class GlobalBatch(Callback):
@@ -26,7 +27,7 @@ class GlobalBatch(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give every rank random numbers of its own: the same seed made the same weights, but masks must differ."""
-        self._sum, self._since = None, trainer.global_step
+        self._sum, self._since = None, row_index(trainer)
         torch.manual_seed(torch.initial_seed() + trainer.global_rank)
         if trainer.is_global_zero and not self._sampler(trainer):
             for note in _foreign_data_notes(trainer.train_dataloader, trainer.world_size):
@@ -45,9 +46,10 @@ class GlobalBatch(Callback):
             # Lightning has divided it by the accumulation already.
             part = loss.detach().float().reshape(()) * self._weight(trainer)
             self._sum = part if self._sum is None else self._sum.to(part.device) + part
-        if row_is_due(trainer, self._since):
-            self._log(trainer, trainer.global_step - self._since)
-            self._sum, self._since = None, trainer.global_step
+        if row_is_due(trainer):
+            done = row_index(trainer) + 1
+            self._log(trainer, done - self._since)
+            self._sum, self._since = None, done
 
     def rank_state(self) -> dict[str, Any]:
         """What this rank has added up since the last row; a resumed run goes on with it."""
@@ -85,7 +87,18 @@ class GlobalBatch(Callback):
 def _foreign_data_notes(loader: object, world_size: int) -> list[str]:
     """What data that this project does not slice can do to a run."""
     notes = []
-    if not hasattr(loader, "state_dict"):
+    keeps_place = hasattr(loader, "state_dict")
+    if keeps_place and world_size > 1:
+        notes.append(
+            "note: the data keeps its own place: a continued run gives every rank that of rank 0, so it must be of all "
+            "ranks, as src.batching.GlobalBatchLoader's is"
+        )
+    if keeps_place and sized_len(loader) is None:
+        notes.append(
+            "note: the data has no length and is read one batch ahead: a continued run misses a batch unless its "
+            "state_dict leaves out the last one that it gave"
+        )
+    if not keeps_place:
         notes.append(
             "note: the data does not know its place: a run that is continued in the middle of an epoch trains on the "
             "epoch's first samples again; src.batching.GlobalBatchLoader goes on with the next one"
@@ -95,7 +108,7 @@ def _foreign_data_notes(loader: object, world_size: int) -> list[str]:
             "note: the data is an IterableDataset: every rank reads the same stream unless the data set shares itself "
             "out by torch.distributed.get_rank() and get_world_size()"
         )
-    elif world_size > 1:
+    elif world_size > 1 and isinstance(loader, DataLoader):
         notes.append(
             "note: the data comes from a plain DataLoader: Lightning shares it over the devices and repeats samples to "
             "fill the last batch, in evaluation too; src.batching.GlobalBatchLoader counts each once"

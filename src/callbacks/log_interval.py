@@ -13,28 +13,37 @@ class Listener(Protocol):
         """Take note of a row, on every rank."""
 
 
-def row_is_due(trainer: Trainer, since: int) -> bool:
-    """Whether the step that just ended closes a log interval; `since` is the step of the last row.
+def row_index(trainer: Trainer) -> int:
+    """The index of the row of now, from 0: that of the step that is being done, until all that follows it is done.
 
-    Under accumulation the passes of one step end several times, with the same step number; a row is due once.
+    Lightning's own rows carry it. A step is one of the optimizer (`global_step`), but under manual optimization a
+    batch, however many steps of however many optimizers the module makes in it.
     """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def row_is_due(trainer: Trainer) -> bool:
+    """Whether the batch that just ended is the last of a step, and the step the last of a log interval."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by Lightning's logger connector
-    return every > 0 and trainer.global_step > since and trainer.global_step % every == 0
+    return every > 0 and (row_index(trainer) + 1) % every == 0 and not trainer.fit_loop._should_accumulate()
 
 
 def write_row(trainer: Trainer, values: dict[str, float]) -> None:
-    """Log at the index of the step that just ended, from 0, as Lightning counts."""
+    """Log for the step that just ended."""
     for logger in trainer.loggers:
-        logger.log_metrics(values, step=trainer.global_step - 1)
+        logger.log_metrics(values, step=row_index(trainer))
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, Listener):
             callback.hear_row(values)
 
 
 def steps_in_all(trainer: Trainer) -> float:
-    """Optimizer steps until the end of training, infinite where nothing ends it.
+    """How many steps `row_index` will have counted at the end of training, infinite where nothing ends it.
 
-    Lightning says -1 for a stream without a length.
+    Lightning says -1 for a stream without a length. Under manual optimization `max_steps` is of optimizers' steps, and
+    nobody knows how many a batch takes.
     """
     steps = trainer.estimated_stepping_batches
+    if trainer.max_steps > 0 and not trainer.lightning_module.automatic_optimization:
+        return float("inf")
     return steps if steps >= 0 else float("inf")

@@ -28,7 +28,7 @@ class LossScale(Callback):
             return
         self._skipped = self._skipped + (scale < self._before).float()
         self._before = None
-        if row_is_due(trainer, since=0):
+        if row_is_due(trainer):
             write_row(trainer, {"fp16/scale": float(scale), "fp16/skipped_steps": float(self._skipped)})
 
     def state_dict(self) -> dict[str, float]:  # noqa: D102

@@ -7,43 +7,42 @@ from lightning import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
 from src.callbacks.global_batch import GlobalBatch
-from src.callbacks.log_interval import row_is_due, steps_in_all
+from src.callbacks.log_interval import row_index, row_is_due, steps_in_all
 from src.callbacks.throughput import Throughput
 
 LINE_EVERY = 10  # seconds between two lines where there is no terminal
 
 
 class Progress(Callback):
-    """Counts optimizer steps of the whole run; numbers change once per log interval."""
+    """Counts steps of the whole run, as rows do; numbers change once per log interval."""
 
     def __init__(self, loss: GlobalBatch, speed: Throughput) -> None:
         self._loss, self._speed = loss, speed
         self._bar: tqdm | None = None
         self._total: float = 0
-        self._first, self._shown, self._start, self._printed = 0, 0, 0.0, 0.0
+        self._first, self._done, self._start, self._printed = 0, 0, 0.0, 0.0
         self._validation: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._total = steps_in_all(trainer)
-        self._first = self._shown = trainer.global_step
+        self._first = self._done = row_index(trainer)
         self._start = time.monotonic()
         if trainer.is_global_zero and sys.stderr.isatty():
             total = None if self._total == float("inf") else int(self._total)
-            self._bar = tqdm(total=total, initial=trainer.global_step, desc="train", unit="step", dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=self._done, desc="train", unit="step", dynamic_ncols=True)
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
         if not trainer.is_global_zero:
             return
-        # Passes of one step come several times under accumulation; a step is shown once.
-        log_now = row_is_due(trainer, self._shown)
-        self._shown = trainer.global_step
+        log_now = row_is_due(trainer)
+        self._done = row_index(trainer) + (not trainer.fit_loop._should_accumulate())
         if self._bar is not None:
-            self._bar.update(trainer.global_step - self._bar.n)
+            self._bar.update(self._done - self._bar.n)
             if log_now:
                 self._bar.set_postfix_str(self._numbers(), refresh=False)
         elif log_now and time.monotonic() - self._printed > LINE_EVERY:
             self._printed = time.monotonic()
-            print(f"{self._step(trainer)}  {self._numbers()}  {self._left(trainer)}", flush=True)
+            print(f"{self._step()}  {self._numbers()}  {self._left()}", flush=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         if trainer.sanity_checking or not trainer.is_global_zero:
@@ -52,7 +51,7 @@ class Progress(Callback):
         self._validation = metrics
         if metrics and self._bar is None:
             text = "  ".join(f"{key} {value:.4g}" for key, value in metrics.items())
-            print(f"{self._step(trainer)}  {text}", flush=True)
+            print(f"{self._step()}  {text}", flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._close()
@@ -77,13 +76,13 @@ class Progress(Callback):
             parts.append(f"MFU {values['perf/mfu']:.1%}")
         return "  ".join(parts)
 
-    def _step(self, trainer: Trainer) -> str:
+    def _step(self) -> str:
         total = "" if self._total == float("inf") else f"/{self._total:.0f}"
-        return f"step {trainer.global_step}{total}"
+        return f"step {self._done}{total}"
 
-    def _left(self, trainer: Trainer) -> str:
-        done = trainer.global_step - self._first
+    def _left(self) -> str:
+        done = self._done - self._first
         if not done or self._total == float("inf"):
             return ""
-        left = (self._total - trainer.global_step) * (time.monotonic() - self._start) / done
+        left = (self._total - self._done) * (time.monotonic() - self._start) / done
         return f"{int(left // 3600)}:{int(left % 3600 // 60):02d}:{int(left % 60):02d} left"

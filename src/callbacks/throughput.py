@@ -10,7 +10,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from src.batching import GlobalBatchSampler
-from src.callbacks.log_interval import row_is_due, write_row
+from src.callbacks.log_interval import row_index, row_is_due, write_row
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s, from the vendor's data sheets. The longest name that fits counts.
 PEAK_FLOPS = {
@@ -81,7 +81,7 @@ class Throughput(Callback):
         self._since, self._wait, self._busy, self._samples = step, 0.0, 0.0, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
-        self._clear(trainer.global_step)
+        self._clear(row_index(trainer))
         self._mark = time.perf_counter()
 
     def restart_clock(self) -> None:
@@ -112,7 +112,7 @@ class Throughput(Callback):
         else:
             self._samples += count_samples(batch)
         idle = None
-        log_now = row_is_due(trainer, self._since)
+        log_now = row_is_due(trainer)
         if log_now and pl_module.device.type == "cuda":
             before = time.perf_counter()
             torch.cuda.synchronize(pl_module.device)
@@ -120,7 +120,7 @@ class Throughput(Callback):
         now = time.perf_counter()
         self._busy += now - self._mark
         if log_now:
-            self._log(trainer, pl_module, trainer.global_step - self._since, idle)
+            self._log(trainer, pl_module, row_index(trainer) + 1 - self._since, idle)
         self._mark = time.perf_counter()
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, steps: int, device_behind: float | None) -> None:
@@ -150,7 +150,7 @@ class Throughput(Callback):
         self.values = values
         write_row(trainer, values)
         self._say_data_bound(trainer, waited)
-        self._clear(trainer.global_step)
+        self._clear(row_index(trainer) + 1)
 
     def _say_data_bound(self, trainer: Trainer, waited: float) -> None:
         """Once, after two intervals in a row: the first one pays for starting the workers."""

@@ -71,6 +71,14 @@ def steps_inside(path: Path) -> int:
     return int(_content(path)["global_step"])
 
 
+def rows_inside(path: Path) -> int:
+    """Steps that have a row in a checkpoint's run; under manual optimization batches, as Lightning's loggers count."""
+    content = _content(path)
+    loops = content.get("loops", {}).get("fit_loop", {})
+    manual = loops.get("epoch_loop.manual_optimization.optim_step_progress", {}).get("total", {}).get("completed")
+    return int(loops["epoch_loop.state_dict"]["_batches_that_stepped"] if manual else content["global_step"])
+
+
 def goes_on(path: Path) -> bool:
     """Whether training can go on from a file: one of weights alone, as a user's ModelCheckpoint may save, is none."""
     return kind_by_name(path) != "other" or "optimizer_states" in _content(path)

@@ -58,6 +58,11 @@ class SaveNewest(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         resume_data(trainer)
+        if trainer.is_global_zero and not pl_module.automatic_optimization:
+            print(
+                "note: the module optimizes by itself: rows count batches, checkpoints and max_steps its optimizers' "
+                "steps; gradients that it keeps from one batch to the next are not saved"
+            )
         self.schedule.begin(trainer)
         self._ended, self._accumulation = False, trainer.accumulate_grad_batches
         own: dict[str, Keeper] = {

@@ -110,13 +110,18 @@ def test_other_loaders_are_taken_as_they_are(rows):
     assert rows.curve("train/loss") == pytest.approx({0: sum(losses[:2]) / 2, 1: losses[2] / 2})
 
 
+def a_trainer(**settings: Any) -> Any:
+    """One that is about to train."""
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+    return SimpleNamespace(**{"fit_loop": loop, "global_rank": 0, "world_size": 1, "is_global_zero": True} | settings)
+
+
 def test_every_rank_draws_masks_of_its_own():
     """From one seed, ranks that begin to train draw different random numbers, and the same rank the same again."""
     drawn = []
     for rank in (0, 1, 0):
         torch.manual_seed(5)
-        trainer: Any = SimpleNamespace(global_step=0, global_rank=rank, world_size=1, is_global_zero=False)
-        GlobalBatch().on_train_start(trainer, Line())
+        GlobalBatch().on_train_start(a_trainer(global_rank=rank, is_global_zero=False), Line())
         drawn.append(torch.rand(4))
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
@@ -127,21 +132,29 @@ class Stream(IterableDataset):
         yield from DATA
 
 
+class Placed:
+    """Four batches, and a loader that knows which were given."""
+
+    state_dict = dict
+
+    def __len__(self) -> int:
+        return 4
+
+
 @pytest.mark.parametrize(
     ("data", "world_size", "said"),
     [
         (DataLoader(cast(Dataset, DATA)), 1, ["does not know its place"]),
         (DataLoader(cast(Dataset, DATA)), 2, ["does not know its place", "counts each once"]),
         (DataLoader(Stream()), 2, ["does not know its place", "every rank reads the same stream"]),
-        (SimpleNamespace(state_dict=dict), 1, []),
+        (Placed(), 1, []),
+        (Placed(), 2, ["that of rank 0"]),
+        (SimpleNamespace(state_dict=dict), 1, ["misses a batch"]),
     ],
 )
 def test_a_loader_of_another_kind_is_told_what_it_costs(data, world_size, said, capsys):
     """A plain loader repeats samples after a resume and over ranks; one that keeps its own place is not blamed."""
-    trainer: Any = SimpleNamespace(
-        global_step=0, global_rank=0, world_size=world_size, is_global_zero=True, train_dataloader=data
-    )
-    GlobalBatch().on_train_start(trainer, Line())
+    GlobalBatch().on_train_start(a_trainer(world_size=world_size, train_dataloader=data), Line())
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) == len(said)
     assert all(part in line for part, line in zip(said, lines, strict=True))
