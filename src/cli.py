@@ -34,7 +34,7 @@ from src.callbacks.loss_scale import LossScale
 from src.callbacks.predictions import WritePredictions
 from src.callbacks.progress import Progress
 from src.callbacks.run_record import RunRecord
-from src.callbacks.termination import EXIT_TERMINATED, Termination
+from src.callbacks.termination import Termination
 from src.callbacks.throughput import Throughput
 from src.changes import ESSENTIAL
 from src.checkpoint.best import SaveBest
@@ -94,14 +94,23 @@ def _run(cli: "ProjectCLI") -> int:
     except UserError as error:
         return _complain(error)
     except SystemExit as stop:
-        # Lightning turns Ctrl-C into exit code 1, `Termination` SIGTERM into 143.
-        code = EXIT_TERMINATED if stop.code == EXIT_TERMINATED else EXIT_INTERRUPTED
+        # Lightning turns Ctrl-C into exit code 1, `Termination` SIGTERM into 143; any other is the user's own.
+        interrupted = isinstance(stop.__context__, KeyboardInterrupt)
+        code = EXIT_INTERRUPTED if interrupted else _exit_code(stop)
         if cli.trainer.is_global_zero:
             print(f"interrupted at step {cli.trainer.global_step}; continue with: {cli.again}", file=sys.stderr)
         return code
     except Exception as error:
         return _crash(error)
     return 0
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """As Python has it: a text is printed and counts as 1."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return EXIT_CRASH
 
 
 def _crash(error: Exception) -> int:
@@ -341,7 +350,9 @@ class ProjectCLI(LightningCLI):
             raise UserError(f"--ckpt_path {start}: no such file; a run is continued by its name alone, --run")
         size = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3  # weights and two Adam moments
         facts = start_facts(self.model, self.here, self.trainer, self.settings)
-        choice = {"allowed": self.settings.allow_changed, "fresh": self.settings.fresh}
+        # Beside the newest the best, and one that is being written: the old one goes when the new one is there.
+        count = self.settings.checkpoint.keep + 2 if self.wants_checkpoints else 0
+        choice = {"allowed": self.settings.allow_changed, "fresh": self.settings.fresh, "checkpoints": count}
         essentials = {name: facts[name] for name in ESSENTIAL}
         run = agree(
             self.trainer,
@@ -388,10 +399,13 @@ class ProjectCLI(LightningCLI):
         # hears and before saving, so that the end of a broken run is not saved.
         callbacks: list[Callback] = [record, Termination(), loss, LossScale()]
         folder = run.path / "checkpoints"
-        if (breaker := self.config_init[self.command].breaker).enabled:
-            callbacks.append(CircuitBreaker(breaker, self.again, folder if self.wants_checkpoints else None))
+        rules = self.config_init[self.command].breaker
+        breaker = CircuitBreaker(rules, self.again, folder if self.wants_checkpoints else None)
+        if rules.enabled:
+            callbacks.append(breaker)
         if self.wants_checkpoints:
-            newest = SaveNewest(folder, settings, {"loss": loss}, speed.restart_clock, self.time_limit)
+            since = breaker.running_since
+            newest = SaveNewest(folder, settings, {"loss": loss}, speed.restart_clock, self.time_limit, since)
             callbacks += [newest, SaveBest(folder, settings, newest)]
         callbacks += [speed, *([Progress(loss, speed)] if self.wants_progress else [])]
         self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
@@ -410,6 +424,7 @@ class ProjectCLI(LightningCLI):
             run = agree(self.trainer, lambda: find_run(self.settings.run, model))
         arguments["ckpt_path"] = path or run.checkpoint
         self.again = continue_command(self.argv, run)
+        self.trainer.callbacks += [Termination()]  # type: ignore[attr-defined]
         if self.command == "predict":
             arguments["return_predictions"] = False
             self.trainer.callbacks += [WritePredictions(run.path / "predictions.pt")]  # type: ignore[attr-defined]

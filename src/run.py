@@ -65,6 +65,7 @@ def open_run(
     config: str,
     checkpoint_bytes: int,
     *,
+    checkpoints: int = 2,
     essentials: dict[str, Any] | None = None,
     allowed: str | None = None,
     fresh: bool = False,
@@ -76,6 +77,7 @@ def open_run(
         task: starts a generated name
         config: the merged configuration as YAML, without the run's name
         checkpoint_bytes: expected size of a checkpoint
+        checkpoints: how many of them there will be at most, the one that is being written too
         essentials: what a run that has begun must keep, by name (`ESSENTIAL`)
         allowed: names of these that may have changed, with commas between
         fresh: where there is a run called `name`, start another one called `name-2` (3, …)
@@ -91,14 +93,15 @@ def open_run(
     if fresh and name is not None:
         name = _free_name(root, name)
     if name is None:
-        require_room(root, checkpoint_bytes)
+        require_room(root, checkpoint_bytes, checkpoints)
         folder = _new_folder(root, task, config)
         run = Run(str(folder), "new", notes=notes)
     else:
         folder = root / name
         if (folder / "DONE").exists():
             return Run(str(folder), "finished", step=_last_step(folder), notes=changes(folder, config))
-        require_room(root, checkpoint_bytes)
+        there = len(ours(folder / "checkpoints", "newest") + ours(folder / "checkpoints", "best"))
+        require_room(root, checkpoint_bytes, max(1, checkpoints - there))
         existed = folder.exists()
         try:
             folder.mkdir(exist_ok=True)

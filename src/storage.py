@@ -70,18 +70,18 @@ def filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     return kind
 
 
-def require_room(root: Path, checkpoint_bytes: int) -> None:
-    """Two checkpoints must fit: the old one is deleted only after the new one is there.
+def require_room(root: Path, checkpoint_bytes: int, checkpoints: int) -> None:
+    """So many checkpoints must fit.
 
     Raises:
         UserError: how much is needed and how much is free.
 
     """
-    free = shutil.disk_usage(root).free
-    if free < 2 * checkpoint_bytes:
+    free, need = shutil.disk_usage(root).free, checkpoints * checkpoint_bytes
+    if free < need:
         raise UserError(
-            f"{root} has {free / 2**30:.1f} GiB free and two checkpoints take {2 * checkpoint_bytes / 2**30:.1f} GiB: "
-            "make room or set RUN_ROOT to a larger disk"
+            f"{root} has {free / 2**30:.1f} GiB free and {checkpoints} checkpoints take {need / 2**30:.1f} GiB: "
+            "make room, set RUN_ROOT to a larger disk, or keep fewer (--checkpoint.keep)"
         )
 
 

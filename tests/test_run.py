@@ -20,6 +20,7 @@ from src.lock import owner, release
 from src.manifest import describe_start
 from src.run import Run, find_run, newest_first, open_run
 from src.storage import filesystem, require_room, run_root
+from tests.checkpoints import saved
 
 CONFIG = "model:\n  width: 8\nseed_everything: 1\n"
 
@@ -120,14 +121,19 @@ def test_the_longest_mount_point_decides(tmp_path, path, kind):
     assert filesystem(Path(path), tmp_path / "none") == ""
 
 
-def test_two_checkpoints_must_fit(root, monkeypatch):
-    """A new or continued run without room for two checkpoints is refused with the numbers, before it is made."""
+def test_all_checkpoints_must_fit(root, monkeypatch):
+    """A run without room for the checkpoints that it will keep and does not have is refused, before it is made."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**30))
-    require_room(root, 3 * 2**29)
+    require_room(root, 2**30, 3)
     for name in (None, "mine"):
-        with pytest.raises(UserError, match=r"has 3\.0 GiB free and two checkpoints take 4\.0 GiB"):
-            open_run(name, "letters", CONFIG, 2 * 2**30)
+        with pytest.raises(UserError, match=r"has 3\.0 GiB free and 4 checkpoints take 4\.0 GiB"):
+            open_run(name, "letters", CONFIG, 2**30, checkpoints=4)
     assert list(root.iterdir()) == []
+    open_run("mine", "letters", CONFIG, 0)
+    saved(root / "mine/checkpoints/step=00000003.ckpt", 3)
+    open_run("mine", "letters", CONFIG, 2**30, checkpoints=4)
+    with pytest.raises(UserError, match="4 checkpoints"):
+        open_run("mine", "letters", CONFIG, 2**30, checkpoints=5)
 
 
 def test_two_runs_of_the_same_second_never_share_a_folder(root, monkeypatch):

@@ -193,6 +193,16 @@ class Judge:
         if series["length"] >= limit and self.verdict is None:
             self.verdict = Verdict(rule, metric, value, bad_on, series["first"], series["length"], middle)
 
+    def running_since(self) -> int | None:
+        """The first step of the longest streak that has not ended; None where nothing is bad."""
+        return min((series["first"] for series in self._series.values() if series["length"]), default=None)
+
+    def forgive(self) -> None:
+        """Forget the verdict and every streak."""
+        self.verdict = None
+        for series in self._series.values():
+            series["length"] = 0
+
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
         series = {
             key: {name: list(value) if isinstance(value, list) else value for name, value in part.items()}

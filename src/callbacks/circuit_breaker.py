@@ -13,7 +13,7 @@ from src.callbacks.breaker_rules import GRADIENT, LOSS, SKIPPED, BreakerSettings
 from src.callbacks.loss_scale import current_scale
 from src.checkpoint.choose import newest
 from src.checkpoint.put_aside import free_name, put_aside
-from src.checkpoint.save import SaveNewest, is_saved, save_in_front
+from src.checkpoint.save import is_saved, save_in_front
 from src.errors import TrippedError, UserError
 
 TRIPPED, UNHEALTHY = "tripped", "unhealthy"  # folders in checkpoints/, where nothing looks for a state to go on from
@@ -64,7 +64,7 @@ class CircuitBreaker(Callback):
         self._strategy, self._step, self._read_at = trainer.strategy, trainer.global_step, trainer.global_step
         self._rows, self._row, self._scale, self._in_epoch = [], {}, None, False
         if trainer.is_global_zero:
-            self._note_settings(trainer)
+            self._note_settings()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:  # noqa: D102
         scale = current_scale(trainer)
@@ -178,6 +178,10 @@ class CircuitBreaker(Callback):
         self._read()
         return self.judge.state_dict()
 
+    def running_since(self) -> int | None:
+        """The first step of a streak that had not ended at the last reading."""
+        return self.judge.running_since()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102
         self.judge.load_state_dict(state_dict)
 
@@ -187,7 +191,7 @@ class CircuitBreaker(Callback):
         self._read()
         if (verdict := self.judge.verdict) is None:
             return
-        self.judge.verdict = None  # whoever goes on from the state that is saved here wants another chance
+        self.judge.forgive()  # whoever goes on from the state that is saved here wants another chance
         for saver in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(saver, ModelCheckpoint):
                 saver.save_on_exception = False  # the state of a broken run is saved once, where nothing finds it
@@ -206,16 +210,9 @@ class CircuitBreaker(Callback):
 
     # --- say what has no effect ---
 
-    def _note_settings(self, trainer: Trainer) -> None:
+    def _note_settings(self) -> None:
         if self.settings.spike_factor != BreakerSettings.spike_factor and not self.settings.spike:
             print("note: breaker.spike_factor has no effect without a metric in breaker.spike")
-        savers = [call.settings for call in trainer.callbacks if isinstance(call, SaveNewest)]  # type: ignore[attr-defined]
-        late = self.settings.steps + min(trainer.log_every_n_steps or LATEST, LATEST) - 1  # type: ignore[attr-defined]
-        if self.settings.nonfinite and any(late > saver.every_n_steps * (saver.keep - 1) for saver in savers):
-            print(
-                f"note: a run that breaks is stopped up to {late} steps after it broke, when all {savers[0].keep} kept "
-                "checkpoints may be of broken steps; raise --checkpoint.keep or --checkpoint.every_n_steps"
-            )
 
     def _note_unlogged(self, trainer: Trainer) -> None:
         """Say once, at the first end of a validation or of an epoch, which names nobody has logged until then."""

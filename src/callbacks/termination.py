@@ -1,4 +1,4 @@
-"""SIGTERM ends training at once, with a summary and an exit code that says so."""
+"""SIGTERM ends the command at once, with a summary and an exit code that says so."""
 
 import signal
 import threading
@@ -19,8 +19,22 @@ class Termination(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _terminate)  # Lightning restores the old handler when it is done
+        _take_over()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """By itself, or before training, to see whether it works."""
+        _take_over()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        _take_over()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        _take_over()
+
+
+def _take_over() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)  # Lightning has set its own, and restores the old one when it is done
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:

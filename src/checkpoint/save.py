@@ -32,6 +32,8 @@ class SaveNewest(Callback):
         keepers: others that have a state of their own on every rank, by name
         after_save: called when training goes on after a save, which clocks may want to leave out
         limit: seconds of training after which this start saves and stops; None: none
+        bad_since: the first step of what may prove the run broken, None where nothing does: the newest state from
+            before it stays
 
     """
 
@@ -42,11 +44,13 @@ class SaveNewest(Callback):
         keepers: dict[str, Keeper] | None = None,
         after_save: Callable[[], None] = lambda: None,
         limit: float | None = None,
+        bad_since: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.folder, self.settings, self.schedule = folder, settings, Schedule(settings, limit)
-        self.keepers, self.after_save = dict(keepers or {}), after_save
+        self.keepers, self.after_save, self.bad_since = dict(keepers or {}), after_save, bad_since
         self._loaded: list[dict[str, Any]] | None = None
         self._best: Best | None = None
+        self._bad: int | None = None
         self._accumulation = 1
         self._ended = self._checked = self._told = False
 
@@ -121,6 +125,7 @@ class SaveNewest(Callback):
             as_boundary(checkpoint, trainer)
         else:
             before_epoch(checkpoint)
+        self._bad = self.bad_since()  # the breaker has just read all steps, for its own state
         # Where a Timer has run out, it is this start that is to stop.
         checkpoint["should_stop"] = trainer.should_stop and not _out_of_time(trainer)
 
@@ -195,8 +200,10 @@ class SaveNewest(Callback):
         """Of those up to `step`, which has just been written: what is later was not this start's."""
         for_good = self.settings.keep_every_n_steps
         there = [path for path in ours(self.folder, "newest") if step_in_name(path) <= step]
+        bad = self._bad
+        healthy = [path for path in there if bad is not None and step_in_name(path) < bad][-1:]
         for path in there[: -self.settings.keep]:
-            if not (for_good and step_in_name(path) % for_good == 0):
+            if path not in healthy and not (for_good and step_in_name(path) % for_good == 0):
                 path.unlink(missing_ok=True)
 
     def _tell(self, path: Path, step: int, seconds: float, stalled: list[float]) -> None:

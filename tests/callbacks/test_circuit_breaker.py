@@ -72,7 +72,7 @@ def fit(tmp_path, rows):
         saving: list[Any] = []
         if folder:
             chosen = CheckpointSettings(every_n_steps=1, keep=keep)
-            newest = SaveNewest(place, chosen)
+            newest = SaveNewest(place, chosen, bad_since=breaker.running_since)
             saving = [newest, SaveBest(place, chosen, newest)]
         more = {"max_steps": 40, "max_epochs": -1, "log_every_n_steps": 1, "num_sanity_val_steps": 0} | more
         trainer = quiet_trainer(
@@ -305,15 +305,34 @@ def test_nothing_is_overwritten_when_it_trips_again(fit, tmp_path):
 
 
 def test_the_state_of_a_trip_can_be_gone_on_from(fit, tmp_path):
-    """Whoever starts from the tripped state, healed, is not stopped for what was before."""
+    """Whoever starts from the tripped state, healed or nearly so, is not stopped for what was before."""
     fit(Sick(between(5, 8)), {"steps": 4})
-    assert fit(Sick(), {"steps": 4}, resume=tmp_path / "checkpoints/tripped/step=00000008.ckpt")[0] is None
+    start = tmp_path / "checkpoints/tripped/step=00000008.ckpt"
+    assert fit(Sick(between(9, 11)), {"steps": 4}, resume=start)[0] is None
+
+
+def test_the_newest_state_before_a_streak_stays(fit, tmp_path):
+    """However few are kept, one from before the streak is there to go on from; it goes when the streak has ended."""
+    step, said = fit(Sick(between(9, 17)), {"steps": 9}, keep=2, log_every_n_steps=4)
+    assert step == 20
+    assert names(tmp_path / "checkpoints") == ["step=00000008.ckpt"]
+    assert "(step 8). A continued run is exact and would" in said
+    fit(Sick(between(12, 14)), {"steps": 9}, resume=tmp_path / "checkpoints/step=00000008.ckpt", keep=2)
+    assert names(tmp_path / "checkpoints") == ["step=00000039.ckpt", "step=00000040.ckpt"]
+
+
+def test_a_metric_of_the_validation_that_goes_bad_leaves_a_state_from_before(fit, tmp_path):
+    """A streak of validations is as long as many saves."""
+    _, said = fit(Sick(), {"zero_or_constant": ["val/score"], "steps": 5}, keep=2, validate=2)
+    assert "healthy checkpoint is" in said
+    (healthy,) = [name for name in names(tmp_path / "checkpoints") if name.startswith("step=")]
+    assert healthy == "step=00000005.ckpt"
 
 
 def test_without_a_healthy_checkpoint_a_new_name_is_the_way(fit, tmp_path):
     """Where every checkpoint is of the streak, all are put aside and the message names no command to continue."""
-    step, said = fit(Sick(between(5, 8)), {"steps": 4}, keep=2)
-    assert step == 8
+    step, said = fit(Sick(between(1, 4)), {"steps": 4}, keep=2)
+    assert step == 4
     assert names(tmp_path / "checkpoints") == []
     assert "No checkpoint from before is left: start anew with another --run NAME" in said
     assert "the command" not in said
@@ -388,11 +407,9 @@ def test_a_name_that_nobody_logs_is_said_once(fit, capsys):
 
 
 def test_settings_without_an_effect_are_said(fit, capsys):
-    """A factor without a metric, and checkpoints that are all replaced before a trip, have a note each."""
-    fit(Sick(), {"spike_factor": 5.0}, keep=2)
-    said = capsys.readouterr().out
-    assert "breaker.spike_factor has no effect" in said
-    assert "stopped up to 10 steps after it broke, when all 2 kept checkpoints may be of broken steps" in said
+    """A factor without a metric has a note."""
+    fit(Sick(), {"spike_factor": 5.0})
+    assert "breaker.spike_factor has no effect" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""Each way out of the command has an exit code of its own, at whatever moment it is taken."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from src.cli import main
+from tests.commands import CPU, SMALL, fit, read_json
+from tests.small_task import SmallModule
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "Ctrl-C": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "sys.exit(5)": lambda: sys.exit(5),
+    "sys.exit(text)": lambda: sys.exit("the licence server is gone"),
+}
+
+
+class Leaves(SmallModule):
+    """SmallModule that leaves in one of `WAYS` in the step that is named."""
+
+    def __init__(self, way: str = "", step: str = "", **settings: float) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.way, self.step = way, step
+
+    def _leave(self, step: str) -> None:
+        if step == self.step:
+            WAYS[self.way]()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._leave("fit")
+        return super().training_step(batch, batch_idx)
+
+    def evaluate(self, batch: Tensor, split: str) -> None:
+        self._leave({"val": "validate"}.get(split, split))
+        super().evaluate(batch, split)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._leave("predict")
+        return super().predict_step(batch, batch_idx)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """What a way out has set is undone."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("way", "code"), [("SIGTERM", 143), ("Ctrl-C", 130), ("sys.exit(5)", 5), ("sys.exit(text)", 1)], ids=list(WAYS)
+)
+@pytest.mark.parametrize("step", ["fit", "validate"])
+def test_training_is_left(step: str, way: str, code: int, run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a step, or in the look at the validation before the first one: the code, a summary and how to go on."""
+    leaves = ["--model", f"{__name__}.Leaves", "--model.way", way, "--model.step", step]
+    sanity = ["--trainer.num_sanity_val_steps", "1", "--run", "left"]
+    assert main(["fit", *CPU, *SMALL, *leaves, *sanity]) == code
+    said = capsys.readouterr().err
+    assert "continue with: python -m src.cli fit" in said
+    assert ("the licence server is gone" in said) == (way == "sys.exit(text)")
+    assert read_json(run_root / "left/summary.json")["exit_reason"] == "interrupted"
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_an_evaluation_is_left_at_sigterm(command: str, run_root: Path) -> None:
+    """It ends with 143 and not with the 0 of an evaluation that is done."""
+    model = ["--model", f"{__name__}.Leaves"]
+    fit(run_root, "mine", *SMALL, *model)
+    checkpoint = sorted((run_root / "mine/checkpoints").glob("step=*.ckpt"))[-1]
+    leaves = [*model, "--model.way", "SIGTERM", "--model.step", command, "--ckpt_path", str(checkpoint)]
+    assert main([command, *CPU, *SMALL, *leaves]) == 143
+    assert not (run_root / f"mine/{command}.json").exists()
