@@ -1,17 +1,46 @@
-"""Small files that no reader meets half written."""
+"""Files that no reader meets half written."""
 
+import errno
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+TEMPORARY = ".{name}.tmp"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary name beside `path`; what the block writes there is at `path` when it ends, on the disk.
+
+    A process that is killed or a machine that loses power leaves at `path` what was there before, or all of the new. A
+    block that raises leaves what was there before and nothing else.
+
+    Raises:
+        OSError: the disk refuses it; nothing has changed.
+
+    """
+    temporary = path.with_name(TEMPORARY.format(name=path.name))
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        with suppress(OSError):  # a folder that is gone or read-only
+            temporary.unlink(missing_ok=True)  # it is there, too, where both were names of one file
+    try:
+        sync(path.parent)  # the new name; without it a power cut may bring back the old one
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # what cannot sync a folder may say
+            raise
+
 
 def write_text(path: Path, text: str) -> None:
-    """Write under a temporary name, to the disk, then rename: a power cut leaves the old or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    sync(temporary)
-    os.replace(temporary, path)
+    """Replace what is in it."""
+    with replacing(path) as temporary:
+        temporary.write_text(text)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from src.files import sync
+from src.files import replacing, sync
 
 
 class MetricsCSV(Logger):
@@ -143,10 +142,8 @@ class MetricsCSV(Logger):
         return [row for row in rows if (row.get("step") or "").isdecimal()]
 
     def _rewrite(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_bytes(_text(rows, columns, header=True))
-        sync(temporary)
-        os.replace(temporary, self.path)
+        with replacing(self.path) as temporary:
+            temporary.write_bytes(_text(rows, columns, header=True))
 
 
 def _text(rows: list[dict[str, Any]], columns: list[str], *, header: bool = False) -> bytes:

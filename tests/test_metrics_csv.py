@@ -242,8 +242,8 @@ def test_rows_are_on_the_disk_before_their_state(path, monkeypatch):
         real(file)
 
     monkeypatch.setattr(os, "fsync", watched)
-    rows = MetricsCSV(path)
+    rows, folder = MetricsCSV(path), path.parent.name
     rows.log_metrics({"a": 1}, 0)
     rows.flush()
     write_text(path.with_name("summary.json"), "{}")
-    assert synced == ["metrics.tmp", "metrics.csv", ".summary.json.tmp"]
+    assert synced == [".metrics.csv.tmp", folder, "metrics.csv", ".summary.json.tmp", folder]

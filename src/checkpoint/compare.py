@@ -10,11 +10,13 @@ import torch
 from src.checkpoint.choose import newest
 from src.errors import UserError
 
-STATES = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")
+STATES = ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step", "epoch")
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What a run has come to: its newest checkpoint's states and its logged rows, without those of the clock.
+    """What a run has come to: its newest checkpoint's states, also what each rank alone knows, and its logged rows.
+
+    What comes from the clock is left out.
 
     Raises:
         UserError: it has no checkpoint yet.
@@ -29,13 +31,20 @@ def outcome(run: Path) -> dict[str, Any]:
             rows = [
                 {key: text for key, text in row.items() if not key.startswith("perf/")} for row in csv.DictReader(file)
             ]
-    return states(found[0]) | {"metrics.csv": rows}
+    content = _content(found[0])
+    ranks = content.get("callbacks", {}).get("SaveNewest", {}).get("ranks")
+    data = content.get("loops", {}).get("fit_loop", {}).get("state_dict")
+    return states(found[0]) | {"data": data, "ranks": ranks, "metrics.csv": rows}
 
 
 def states(path: Path) -> dict[str, Any]:
     """What a checkpoint file brings back of a training, on the CPU."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    checkpoint = _content(path)
     return {key: checkpoint[key] for key in STATES if key in checkpoint}
+
+
+def _content(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def differences(left: Any, right: Any, name: str = "") -> Iterator[str]:

@@ -1,7 +1,6 @@
 """`export`: the weights of a checkpoint alone, under the names that the plain network has for them."""
 
 import importlib.util
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,10 @@ from typing import Any
 import torch
 
 from src.checkpoint.entries import Entry, candidates, look, restart_from, run_of, steps_there
-from src.checkpoint.files import TEMPORARY, fault
+from src.checkpoint.files import fault
 from src.checkpoint.units import size
 from src.errors import UserError
+from src.files import replacing
 
 FORMATS = (".safetensors", ".pt")
 # What wrappers put into the name of every parameter below them.
@@ -149,20 +149,14 @@ def _some(names: list[str]) -> str:
 
 
 def _write(weights: dict[str, Any], out: Path, facts: dict[str, str]) -> None:
-    """To a temporary name in the same folder, to the disk, then renamed."""
-    temporary = out.with_name(TEMPORARY.format(name=out.name))
     try:
-        if out.suffix == ".pt":
-            torch.save(_copies(weights, share=True), temporary)
-        else:
-            _write_safetensors(weights, temporary, facts)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, out)
+        with replacing(out) as temporary:
+            if out.suffix == ".pt":
+                torch.save(_copies(weights, share=True), temporary)
+            else:
+                _write_safetensors(weights, temporary, facts)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise UserError(f"{out} cannot be written ({error}): make room or give another place") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _write_safetensors(weights: dict[str, Any], path: Path, facts: dict[str, str]) -> None:

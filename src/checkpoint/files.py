@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from src.files import TEMPORARY
+
 # What training itself saves under `checkpoints/`. A ModelCheckpoint of the user's writes there too, under other names.
 OURS = re.compile(r"(best-)?step=(\d{8,})")
-TEMPORARY = ".{name}.tmp"  # no `*.ckpt`, so that nothing takes it for a checkpoint
 
 
 def kind_by_name(path: Path) -> str:

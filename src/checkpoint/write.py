@@ -3,9 +3,9 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from src.checkpoint.contents import Copies, plain
-from src.checkpoint.files import TEMPORARY, fault
-from src.files import sync
+from src.checkpoint.files import fault
+from src.files import replacing, sync
 
 FULL = 2**20  # bytes; a file system keeps back a few
 IN_FRONT = "in front of training"
@@ -98,29 +98,29 @@ class WholeFiles(TorchCheckpointIO):
 
 def write(checkpoint: dict[str, Any], target: Path) -> Exception | None:
     """Write it whole; returns what went wrong, None where nothing did."""
-    temporary = target.with_name(TEMPORARY.format(name=target.name))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint, temporary)  # by name: PyTorch writes without holding up Python's other threads
-        sync(temporary)
-        os.replace(temporary, target)
-        sync(target.parent)  # the new name too; without it a power cut may bring back the old one
-    except Exception as error:  # a full disk is a RuntimeError of torch's, an object without pickle anything
-        with suppress(OSError):  # a folder that is gone or read-only
-            error = _plainly(error, target.parent)
-            temporary.unlink(missing_ok=True)
+        with replacing(target) as temporary, _plainly(target.parent):
+            torch.save(checkpoint, temporary)  # by name: PyTorch writes without holding up Python's other threads
+    except Exception as error:  # an object that has no pickle may raise anything
         return error
     return None
 
 
-def _plainly(error: Exception, folder: Path) -> Exception:
+@contextmanager
+def _plainly(folder: Path) -> Iterator[None]:
     """What the disk said, where torch has words of its own ("enforce fail at inline_container.cc … pos 64 vs 0")."""
-    if isinstance(error, RuntimeError) and "inline_container" in str(error):
+    try:
+        yield
+    except RuntimeError as error:
+        if "inline_container" not in str(error):
+            raise
         if said := re.search(r"strerror: (.+)", str(error)):
-            return OSError(said[1])
-        if shutil.disk_usage(folder).free < FULL:
-            return OSError("no space left on the disk")
-    return error
+            raise OSError(said[1]) from error
+        free = FULL
+        with suppress(OSError):  # a folder that is gone
+            free = shutil.disk_usage(folder).free
+        raise (OSError("no space left on the disk") if free < FULL else error) from None
 
 
 def give_name(path: Path, other: Path) -> None:
@@ -130,17 +130,12 @@ def give_name(path: Path, other: Path) -> None:
         OSError: the copy that it takes elsewhere has no room, or is not whole.
 
     """
-    temporary = other.with_name(TEMPORARY.format(name=other.name))
-    try:
+    with replacing(other) as temporary:
         temporary.unlink(missing_ok=True)
         try:
             os.link(path, temporary)
         except OSError:  # object stores mounted as folders, SMB
             shutil.copyfile(path, temporary)
-            sync(temporary)
+            sync(temporary)  # before it is read back
             if reason := fault(temporary):  # an older file goes when this one is there
                 raise OSError(f"the copy is damaged: {reason}") from None
-        os.replace(temporary, other)
-        sync(other.parent)
-    finally:
-        temporary.unlink(missing_ok=True)  # where `other` was that file already, replacing does nothing

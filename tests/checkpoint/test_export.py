@@ -10,7 +10,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from src.checkpoint import export as module
 from src.checkpoint.__main__ import main
 from tests.commands import SMALL, fit, weights
 from tests.small_task import SmallModule, SmallNet
@@ -202,7 +201,7 @@ def test_a_write_that_fails_leaves_nothing(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     assert "No space left on device" in refused(capsys, "mine", str(out), "--force")
     assert out.read_text() == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, run_root.name]
