@@ -13,7 +13,7 @@ from src.callbacks.breaker_rules import GRADIENT, LOSS, SKIPPED, BreakerSettings
 from src.callbacks.loss_scale import current_scale
 from src.checkpoint.choose import newest
 from src.checkpoint.put_aside import free_name, put_aside
-from src.checkpoint.save import is_saved, save_in_front
+from src.checkpoint.save import save_in_front, saved_or_said
 from src.errors import TrippedError, UserError
 
 TRIPPED, UNHEALTHY = "tripped", "unhealthy"  # folders in checkpoints/, where nothing looks for a state to go on from
@@ -206,7 +206,7 @@ class CircuitBreaker(Callback):
         error = save_in_front(trainer, path)
         if not trainer.is_global_zero:
             return ""
-        return f"The state of now is {path}. " if is_saved(path, trainer.global_step, error) else ""
+        return f"The state of now is {path}. " if saved_or_said(path, trainer.global_step, error) else ""
 
     # --- say what has no effect ---
 

@@ -44,7 +44,7 @@ class RunRecord(Callback):
         self._started = time.monotonic()
         self._written = 0.0
         self._before = run.read_json("summary.json").get("wall_time_seconds", 0.0)
-        self.ended = self._refused = False
+        self._refused = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Every rank is here: are they as many as asked, and of one kind?"""
@@ -101,7 +101,6 @@ class RunRecord(Callback):
         interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
         reason = "tripped" if isinstance(exception, TrippedError) else "interrupted" if interrupted else "crashed"
         self.write(trainer, reason, f"{type(exception).__name__}: {exception}".strip(": "))
-        self.ended = True
 
     def write(self, trainer: Trainer, exit_reason: str, error: str | None = None) -> None:
         """Write summary.json. On rank 0 only, and without talking to other ranks: one of them may be gone."""

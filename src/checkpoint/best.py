@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from src.checkpoint.choose import score_inside
 from src.checkpoint.files import ours
-from src.checkpoint.save import SaveNewest, is_linked
+from src.checkpoint.save import SaveNewest, linked_or_said
 from src.checkpoint.schedule import CheckpointSettings
 
 
@@ -53,7 +53,7 @@ class SaveBest(ModelCheckpoint):
         """The best on the disk and its score. On one rank, whose answer is everybody's."""
         newest = self.folder / f"step={step:08d}.ckpt"
         if self._named == f"best-{newest.name}" and newest.is_file():  # killed before it had both its names
-            is_linked(newest, self.folder / self._named)
+            linked_or_said(newest, self.folder / self._named)
         scores = {str(path): score_inside(path, self.state_key) for path in ours(self.folder, "best")}
         known = [(path, score) for path, score in scores.items() if score is not None]
         choose = min if self.mode == "min" else max

@@ -112,12 +112,16 @@ class EpochMetrics:
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Make the entries at once: a key that is logged in some batches only may not come again."""
+        results = state.get("results", {})
+        begun = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0
+        # A ModelCheckpoint of the user's may save when an epoch's sums are there still, and the next begins without.
+        over = set() if begun else {entry["meta"]["metric_attribute"] for entry in results.values()}
         for name, values in state["metrics"].items():
-            if name in self.metrics:
+            if name in self.metrics and name not in over:
                 _set(self.metrics[name], values)
-        for key, entry in state.get("results", {}).items():
-            self._make(key, entry)
-        if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0:
+        if begun:
+            for key, entry in results.items():
+                self._make(key, entry)
             self.trainer._logger_connector._first_loop_iter = True  # the next batch is not the first, which clears all
 
     def _make(self, key: str, entry: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from src.checkpoint.entries import FOLDER, Entry, candidates, steps_there
 from src.checkpoint.files import fault
+from src.checkpoint.put_aside import free_name
 from src.checkpoint.status import SILENT, State, state_of
 from src.errors import UserError
 from src.lock import hold, owner, release
@@ -52,18 +53,10 @@ def _move(later: list[Entry], run: Path) -> list[Path]:
     moved = []
     for entry in sorted(later, key=lambda entry: (entry.kind == "newest", -(entry.step or 0))):
         (run / FOLDER / ASIDE).mkdir(exist_ok=True)
-        target = _free_name(run / FOLDER / ASIDE / entry.path.name)
+        target = free_name(run / FOLDER / ASIDE / entry.path.name)
         entry.path.rename(target)
         moved.append(target)
     return moved
-
-
-def _free_name(path: Path) -> Path:
-    """The path, numbered where an earlier rollback has put a file of that name there."""
-    free, count = path, 1
-    while free.exists():
-        free, count = path.with_name(f"{path.stem}.{count}{path.suffix}"), count + 1
-    return free
 
 
 def _say(run: Path, state: State, target: Entry, moved: list[Path]) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
+from src.checkpoint.before_training import refuse_state, refuse_writers
 from src.checkpoint.boundary import as_boundary, at_step_boundaries, before_epoch, in_batches_of, resume_data
-from src.checkpoint.contents import refuse_unsafe
 from src.checkpoint.files import fault, ours, step_in_name
 from src.checkpoint.rank_state import CallbackMetrics, EpochMetrics, Keeper, RandomNumbers, gather
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
 from src.checkpoint.write import IN_FRONT, WholeFiles, give_name
-from src.errors import AgreedError, Stopped, UserError
+from src.errors import Stopped
 
 Best = tuple[Path, Callable[[], None]]
 
@@ -58,6 +58,7 @@ class SaveNewest(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: D102
         if stage == "fit":
+            refuse_writers(trainer)
             at_step_boundaries(trainer, lambda: self._at_boundary(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
@@ -72,7 +73,7 @@ class SaveNewest(Callback):
         own: dict[str, Keeper] = {
             "random": RandomNumbers(trainer.strategy.root_device),
             "metrics": EpochMetrics(trainer, pl_module),
-            "newest": CallbackMetrics(trainer),
+            "callback_metrics": CallbackMetrics(trainer),
         }
         self.keepers |= own
 
@@ -81,7 +82,7 @@ class SaveNewest(Callback):
             self._restore(trainer)
         if not self._checked:
             self._checked = True
-            _refuse_unsafe(trainer)
+            refuse_state(trainer)
         due = self.schedule.due(trainer)
         if due or self._best:
             self._save(trainer, due, last=self.schedule.over)
@@ -172,10 +173,10 @@ class SaveNewest(Callback):
 
         def written(error: Exception | None) -> bool:
             """On the process that writes, in its thread where it writes behind training."""
-            if not is_saved(path, step, error):
+            if not saved_or_said(path, step, error):
                 return False
             try:
-                if best and (path == best[0] or is_linked(path, best[0])):
+                if best and (path == best[0] or linked_or_said(path, best[0])):
                     best[1]()
                 self._prune(step)
                 self._tell(path, step, time.monotonic() - begun, stalled)
@@ -225,21 +226,6 @@ def _out_of_time(trainer: Trainer) -> bool:
     return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers)
 
 
-def _refuse_unsafe(trainer: Trainer) -> None:
-    strategy: Any = trainer.strategy
-    # Each rank's part will do: a sharded strategy would put the whole state together, to be thrown away.
-    strategy.lightning_module_state_dict = lambda: strategy.lightning_module.state_dict()
-    strategy.optimizer_state = lambda optimizer: optimizer.state_dict()
-    try:
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    finally:
-        del strategy.lightning_module_state_dict, strategy.optimizer_state
-    try:
-        refuse_unsafe(checkpoint)
-    except UserError as error:
-        raise AgreedError(str(error)) from error
-
-
 def background(trainer: Trainer, wanted: bool) -> WholeFiles | None:
     """What writes behind training; None where the user's own CheckpointIO writes, or that is not wanted."""
     files = trainer.strategy.checkpoint_io
@@ -259,7 +245,7 @@ def save_in_front(trainer: Trainer, path: Path) -> Exception | None:
     return files.error
 
 
-def is_saved(path: Path, step: int, error: Exception | None) -> bool:
+def saved_or_said(path: Path, step: int, error: Exception | None) -> bool:
     """Whether a checkpoint that was just written is whole; where it is not, say so. For the rank that writes."""
     reason = error or fault(path)
     if reason:
@@ -267,7 +253,7 @@ def is_saved(path: Path, step: int, error: Exception | None) -> bool:
     return not reason
 
 
-def is_linked(path: Path, other: Path) -> bool:
+def linked_or_said(path: Path, other: Path) -> bool:
     """Whether a saved state could be given its other name; where it could not, say so. For the rank that writes."""
     try:
         give_name(path, other)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning import Callback
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchmetrics import MeanMetric
@@ -192,3 +192,32 @@ def test_an_epoch_that_has_no_batch_yet_begins_again(tmp_path: Path) -> None:
 
     whole = train("whole", None)
     assert train("again", tmp_path / "whole/step=00000004.ckpt") == whole
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_an_epoch_does_not_begin_with_the_sums_of_the_one_before(tmp_path: Path) -> None:
+    """A ModelCheckpoint of the user's saves at an epoch's end, when its sums are there: the next one's are its own."""
+
+    class Counts(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = MeanMetric()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.metric(float(self.global_step))
+            self.log("train/metric", self.metric, on_step=False, on_epoch=True)
+            self.log("train/mean", float(self.global_step), on_step=False, on_epoch=True)
+            return self.error(batch)
+
+    def train(name: str, resume: Path | None) -> Rows:
+        user = ModelCheckpoint(tmp_path / name, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        saver = SaveNewest(tmp_path / "ours", CheckpointSettings(every_n_steps=99))
+        rows = Rows()
+        trainer = quiet_trainer(callbacks=[user, saver], max_epochs=3, limit_val_batches=0, logger=rows)
+        trainer.fit(Counts(), *loaders(trainer, torch.ones(4, 1), 1), ckpt_path=resume, weights_only=True)
+        return rows
+
+    train("whole", None)
+    rows = train("again", tmp_path / "whole/epoch=0.ckpt")
+    for name in ("train/mean", "train/metric"):
+        assert rows.curve(name) == {7: 5.5, 11: 9.5}

@@ -30,7 +30,7 @@ def test_later_checkpoints_are_moved_aside(run_root: Path, capsys: pytest.Captur
     assert sorted(path.name for path in (folder / "rolled-back").iterdir()) == [
         "best-step=00000188.ckpt",
         "step=00000188.ckpt",
-        "step=00000189.1.ckpt",
+        "step=00000189-2.ckpt",
         "step=00000189.ckpt",
     ]
     assert (folder / "rolled-back/step=00000189.ckpt").read_bytes() == kept

@@ -2,12 +2,15 @@ import pytest
 import torch
 from lightning import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from src.checkpoint.best import SaveBest
 from src.checkpoint.choose import newest
 from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
-from src.errors import UserError
+from src.checkpoint.write import WholeFiles
+from src.errors import AgreedError, UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
 DATA = torch.linspace(-1, 1, 24)[:, None]
@@ -71,6 +74,23 @@ def test_a_resumed_run_ends_like_one_that_was_never_stopped(tmp_path, fit):
     assert (found[1], trainer.global_step) == (12, 20)
     assert torch.equal(whole.weight, resumed.weight)
     assert names(tmp_path) == ["step=00000015.ckpt", "step=00000020.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "files", "said"),
+    [
+        (FSDPStrategy, WholeFiles, "FSDPStrategy writes checkpoints of its own.*--trainer.strategy fsdp_full_shard"),
+        (ModelParallelStrategy, WholeFiles, "ModelParallelStrategy writes checkpoints of its own"),
+        (SingleDeviceStrategy, AsyncCheckpointIO, "AsyncCheckpointIO, which is not needed"),
+    ],
+)
+def test_writers_whose_files_nobody_checks_are_refused_at_setup(tmp_path, strategy, files, said):
+    """A strategy or plugin whose first save would fail says so before training."""
+    trainer = quiet_trainer()
+    trainer._accelerator_connector.strategy = strategy()
+    trainer.strategy.checkpoint_io = files()
+    with pytest.raises(AgreedError, match=said):
+        SaveNewest(tmp_path, CheckpointSettings()).setup(trainer, Line(), "fit")
 
 
 @pytest.mark.parametrize("name", ["keep", "every_n_steps"])
