@@ -1,6 +1,7 @@
 """A run that goes on from any of its checkpoints ends bit for bit like the run that was never stopped."""
 
 import random
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -194,9 +195,35 @@ def test_an_epoch_that_has_no_batch_yet_begins_again(tmp_path: Path) -> None:
     assert train("again", tmp_path / "whole/step=00000004.ckpt") == whole
 
 
+class Placed:
+    """Four batches, in a loader of somebody else's that goes on behind those it has given."""
+
+    def __init__(self) -> None:
+        self.given, self.loaded = 0, 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.given, self.loaded = self.loaded, 0
+        while self.given < 4:
+            self.given += 1
+            yield torch.ones(1, 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["given"]
+
+
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_an_epoch_does_not_begin_with_the_sums_of_the_one_before(tmp_path: Path) -> None:
-    """A ModelCheckpoint of the user's saves at an epoch's end, when its sums are there: the next one's are its own."""
+@pytest.mark.parametrize("early", [False, True])
+def test_an_epoch_does_not_begin_with_the_sums_of_the_one_before(tmp_path: Path, early: bool) -> None:
+    """A ModelCheckpoint of the user's saves at an epoch's end, when its sums are there: the next one's are its own.
+
+    And its samples are, also where the schedule has the loaders made before the checkpoint is read.
+    """
 
     class Counts(Line):
         def __init__(self) -> None:
@@ -209,12 +236,17 @@ def test_an_epoch_does_not_begin_with_the_sums_of_the_one_before(tmp_path: Path)
             self.log("train/mean", float(self.global_step), on_step=False, on_epoch=True)
             return self.error(batch)
 
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            assert not early or self.trainer.estimated_stepping_batches == 12
+            return super().configure_optimizers()
+
     def train(name: str, resume: Path | None) -> Rows:
         user = ModelCheckpoint(tmp_path / name, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
         saver = SaveNewest(tmp_path / "ours", CheckpointSettings(every_n_steps=99))
         rows = Rows()
         trainer = quiet_trainer(callbacks=[user, saver], max_epochs=3, limit_val_batches=0, logger=rows)
-        trainer.fit(Counts(), *loaders(trainer, torch.ones(4, 1), 1), ckpt_path=resume, weights_only=True)
+        data = Placed() if early else loader(trainer, torch.ones(4, 1), 1, train=True)
+        trainer.fit(Counts(), data, ckpt_path=resume, weights_only=True)
         return rows
 
     train("whole", None)
