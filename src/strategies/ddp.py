@@ -1,19 +1,27 @@
-"""DDP with two corrections."""
+"""DDP with three corrections."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
+
+from src.strategies.launcher import Launcher
 
 
 class DDP(DDPStrategy):
-    """Lightning's DDP whose means over ranks are exact, and which loads fp64 states as they are.
+    """Lightning's DDP whose means over ranks are exact, which loads fp64 states as they are, and has a patient launcher.
 
     Lightning averages the integer count of samples behind an epoch's mean too, and integers are averaged by integer
     division: with 3 and 4 validation samples on two ranks a mean of 3.0 was logged as 3.5 (Lightning 2.6.6, gloo).
     """
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(started := self._launcher, _SubprocessScriptLauncher):
+            self._launcher = Launcher(started.cluster_environment, started.num_processes, started.num_nodes)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over ranks; integers are averaged as floating-point numbers."""

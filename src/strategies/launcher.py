@@ -1,0 +1,40 @@
+"""Starts the other processes of a node, where no launcher has, and ends all when one has ended badly."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning import Trainer
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+GRACE = 10  # seconds
+
+
+class Launcher(_SubprocessScriptLauncher):
+    """Lightning's, but rank 0 may still write down what happened when another rank has died.
+
+    Lightning looks every five seconds whether one has, and then kills rank 0 at once: where the look came before rank 0
+    had noticed by itself, the run had no summary and the command no exit code of its own.
+    """
+
+    def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:  # noqa: D102
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            Observer(os.getpid(), self.procs).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+class Observer(_ChildProcessObserver):
+    """Looks whether the other processes live; kills all, `GRACE` after one was found dead."""
+
+    def _terminate_all(self) -> None:
+        dead = next(rank for rank, child in enumerate(self._child_processes, 1) if child.returncode)
+        code = self._child_processes[dead - 1].returncode
+        print(f"warning: local rank {dead} has ended with exit code {code}; all end in {GRACE} s", flush=True)
+        time.sleep(GRACE)
+        super()._terminate_all()
