@@ -6,6 +6,7 @@
 `configs/defaults.yaml` comes first, then the task, then every --config in order, then the options of the command line.
 """
 
+import enum
 import logging
 import os
 import pickle
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     quieten()
     prepare()
+    prepare_yaml()
     try:
         cli = ProjectCLI(argv)
     except UserError as error:
@@ -150,6 +152,11 @@ def prepare() -> None:
     given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "pinned_" not in given:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"{given},{pinned}".strip(",")
+
+
+def prepare_yaml() -> None:
+    """Let a configuration be written whose values are enums, such as the default of Timer's `interval`."""
+    yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, value: dumper.represent_data(value.value))
 
 
 def quieten() -> None:

@@ -4,11 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from src import command_line
 from src.cli import ProjectCLI, main
 from src.command_line import CONFIGS, with_defaults
 from src.errors import UserError
+from tests.commands import SMALL, fit
 
 FIT = ["fit", "--config", "configs/cpu.yaml"]
 TASKS = {
@@ -168,3 +170,11 @@ def test_without_examples_a_model_must_be_named(project: Path) -> None:
     with pytest.raises(UserError, match="configs/tasks has none"):
         with_defaults(FIT)
     assert tasks("--model", "a.B") == []
+
+
+def test_a_default_that_is_an_enum_is_written_as_its_value(run_root: Path) -> None:
+    """Lightning's Timer has one; what the run keeps starts another run."""
+    run = fit(run_root, "timed", *SMALL, "--trainer.callbacks", "lightning.pytorch.callbacks.Timer")
+    (timer,) = [yaml.safe_load((run / "config.yaml").read_text())["trainer"]["callbacks"]]
+    assert timer["init_args"]["interval"] == "step"
+    assert main(["fit", "--config", str(run / "config.yaml"), "--run", "again"]) == 0

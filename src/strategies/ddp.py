@@ -12,7 +12,7 @@ from src.strategies.launcher import Launcher
 
 
 class DDP(DDPStrategy):
-    """Lightning's DDP whose means over ranks are exact, which loads fp64 states as they are, and has a patient launcher.
+    """Lightning's DDP with exact means over ranks, with fp64 states that load as they are, and a patient launcher.
 
     Lightning averages the integer count of samples behind an epoch's mean too, and integers are averaged by integer
     division: with 3 and 4 validation samples on two ranks a mean of 3.0 was logged as 3.5 (Lightning 2.6.6, gloo).
