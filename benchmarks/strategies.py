@@ -4,7 +4,8 @@
     python benchmarks/strategies.py --gpus 1 --shape 85M --only ddp
 
 The language task's GPT over bytes, bf16, blocks and head with loss compiled, fused AdamW, clipping by norm; all on the
-same cards, one after the other. Peak memory is what PyTorch had allocated at most on rank 0.
+same cards, one after the other, as medians over intervals of ten steps. Peak memory is what PyTorch had allocated at
+most on a rank.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import torch
 from language import Step  # beside this file
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTEXT, STEPS, WARM = 1024, 30, 10
+CONTEXT, STEPS, WARM, INTERVAL = 1024, 60, 10, 10
 # width, depth, heads, samples per GPU and pass
 SHAPES = {"85M": (768, 12, 12, 32), "1.2B": (2048, 24, 16, 8)}
 # name -> options of the command
@@ -61,18 +62,20 @@ def bare(shape: str, mode: str) -> None:
         step = _distribute(step, model, mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     data = torch.randint(0, 256, (micro, CONTEXT + 1), dtype=torch.uint8).pin_memory()
-    for index in range(WARM + STEPS):
-        if index == WARM:
+    speeds, start = [], 0.0
+    for index in range(WARM + STEPS + 1):
+        if index >= WARM and index % INTERVAL == 0:
             torch.cuda.synchronize()
-            start = time.perf_counter()
+            now = time.perf_counter()
+            speeds.append(micro * CONTEXT * INTERVAL / (now - start))
+            start = now
         with torch.autocast("cuda", torch.bfloat16, enabled=mode == "ddp"):
             loss = step(data.cuda(non_blocking=True))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    speed = micro * CONTEXT * STEPS / (time.perf_counter() - start)
+    speed = median(speeds[1:])  # as the command's, over intervals: a GPU's neighbours disturb some
     if int(os.environ.get("RANK", 0)) == 0:
         found = {"tokens": speed, "mfu": speed * flops / 989e12, "gib": torch.cuda.max_memory_allocated() / 2**30}
         print(json.dumps(found), flush=True)
@@ -107,6 +110,7 @@ def command(shape: str, gpus: int, options: list[str]) -> dict[str, Any]:
         "--trainer.max_steps": WARM + STEPS,
         "--trainer.limit_val_batches": 0,
         "--trainer.enable_checkpointing": "false",
+        "--trainer.log_every_n_steps": INTERVAL,
         "--run": "speed",
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -30,6 +30,7 @@ from src.agreement import agree
 from src.batching import in_micro_batches, stop_workers
 from src.callbacks.breaker_rules import BreakerSettings
 from src.callbacks.circuit_breaker import CircuitBreaker
+from src.callbacks.free_gradients import FreeGradients
 from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.predictions import WritePredictions
@@ -404,7 +405,7 @@ class ProjectCLI(LightningCLI):
         # The record comes first: its checks must precede everything else, and it must see every exception. Saving comes
         # before the clock, which does not count it, and after the states that it saves. The breaker comes after what it
         # hears and before saving, so that the end of a broken run is not saved.
-        callbacks: list[Callback] = [record, Termination(), loss, LossScale()]
+        callbacks: list[Callback] = [record, Termination(), FreeGradients(), loss, LossScale()]
         folder = run.path / "checkpoints"
         rules = self.config_init[self.command].breaker
         breaker = CircuitBreaker(rules, self.again, folder if self.wants_checkpoints else None)

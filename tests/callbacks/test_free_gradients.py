@@ -1,0 +1,49 @@
+import pytest
+import torch
+from torch import Tensor
+
+from src.callbacks.free_gradients import FreeGradients
+from tests.tiny import Line, loader, quiet_trainer
+
+
+class Looks(Line):
+    """Remembers in which forward passes gradients of an earlier one were there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there: list[bool] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.there.append(self.weight.grad is not None)
+        return self.error(batch)
+
+
+class LooksAtZero(Looks):
+    """Looks at gradients before they are zeroed, too."""
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Only being there matters."""
+
+
+@pytest.mark.parametrize(
+    ("module", "accumulation", "there"),
+    [
+        (Looks, 1, [False] * 6),
+        (Looks, 3, [False, True, True] * 2),
+        (LooksAtZero, 1, [False] + [True] * 5),
+    ],
+)
+def test_no_forward_pass_has_the_gradients_of_the_step_before(
+    module: type[Looks], accumulation: int, there: list[bool]
+) -> None:
+    """A step begins without; its own are kept over its passes, and a module that wants to see them keeps all."""
+    weights = []
+    for callbacks in ([FreeGradients()], []):
+        trainer, trained = (
+            quiet_trainer(callbacks=list(callbacks), max_epochs=1, accumulate_grad_batches=accumulation),
+            module(),
+        )
+        trainer.fit(trained, loader(trainer, torch.linspace(-1, 1, 6)[:, None], 1, train=True))
+        weights.append(trained.weight.item())
+        assert not callbacks or trained.there == there
+    assert weights[0] == weights[1]
