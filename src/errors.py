@@ -72,4 +72,9 @@ def hint(error: BaseException) -> str | None:
             "some parameters got no gradient in a step. If the model skips parts of itself on purpose: "
             "--trainer.strategy ddp_find_unused (slower); otherwise TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
         )
+    if "connectFullMesh" in text:
+        return (
+            "gloo, which carries objects between the ranks, took an address that other nodes do not reach. Name the "
+            "interface that they share (ip -brief link): GLOO_SOCKET_IFNAME=ib0, in the cluster file's nccl section"
+        )
     return None

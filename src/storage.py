@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from src.errors import AgreedError, UserError
+from src.ranks import gather_objects
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - names to warn about, not to write to
 NODE_LOCAL_VARIABLES = ("TMPDIR", "SLURM_TMPDIR", "LOCAL_SCRATCH", "SLURM_SCRATCH")
@@ -106,8 +107,7 @@ def refuse_unshared(folder: Path) -> None:
     if marks[1]:
         raise AgreedError(f"the run directory {folder} cannot be written to ({marks[1]})")
     mark = folder / str(marks[0])
-    ranks: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, None if _appears(mark) else socket.gethostname())
+    ranks = gather_objects(None if _appears(mark) else socket.gethostname())
     if torch.distributed.get_rank() == 0:
         with suppress(OSError):
             mark.unlink()

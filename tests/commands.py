@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,43 @@ def train(
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def srun(run_root: Path, nodes: int, per_node: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """What srun does: every task at once, each with Slurm's variables."""
+    world, port = nodes * per_node, free_port()
+    processes = []
+    for rank in range(world):
+        env = environment(
+            run_root,
+            SLURM_JOB_ID="4711",
+            SLURM_STEP_ID="0",
+            SLURM_JOB_NAME="train",
+            SLURM_NTASKS=str(world),
+            SLURM_STEP_NUM_TASKS=str(world),
+            SLURM_STEP_NUM_NODES=str(nodes),
+            SLURM_NNODES=str(nodes),
+            SLURM_NTASKS_PER_NODE=str(per_node),
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank % per_node),
+            SLURM_NODEID=str(rank // per_node),
+            SLURM_JOB_NODELIST="localhost",
+            SLURM_NODELIST="localhost",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        command = [sys.executable, "-m", "src.cli", *arguments]
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        )
+    return processes
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def fit(run_root: Path, name: str, *arguments: str) -> Path:

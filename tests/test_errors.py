@@ -53,6 +53,13 @@ def test_unused_parameters_say_which_strategy_allows_them():
     assert "ddp_find_unused" in NAMES
 
 
+def test_ranks_that_gloo_cannot_connect_name_the_setting():
+    """Where gloo took an address that other nodes do not reach, the hint is its variable."""
+    text = hint(RuntimeError("Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc] timed out connecting"))
+    assert text is not None
+    assert "GLOO_SOCKET_IFNAME=" in text
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("shapes do not match"), MemoryError(), UserError("memory is 0"), KeyboardInterrupt()]
 )

@@ -7,6 +7,8 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from src.ranks import gather_objects
+
 
 class WritePredictions(BasePredictionWriter):
     """Writes what `predict_step` returned, one entry per batch in the data set's order, to `predictions.pt`.
@@ -21,10 +23,7 @@ class WritePredictions(BasePredictionWriter):
     def write_on_epoch_end(  # noqa: D102
         self, trainer: Trainer, pl_module: LightningModule, predictions: Any, batch_indices: Any
     ) -> None:
-        parts: list[Any] = [predictions]
-        if trainer.world_size > 1:
-            parts = [None] * trainer.world_size
-            torch.distributed.all_gather_object(parts, predictions)
+        parts = gather_objects(predictions)
         if not trainer.is_global_zero:
             return
         longest = max(len(part) for part in parts)

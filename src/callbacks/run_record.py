@@ -13,6 +13,7 @@ from src.checkpoint.files import ours
 from src.errors import AgreedError, Stopped, TrippedError
 from src.manifest import describe_start
 from src.precision import refuse_mixed_cards
+from src.ranks import gather_objects
 from src.run import Run
 from src.storage import refuse_unshared
 
@@ -55,12 +56,8 @@ class RunRecord(Callback):
             )
         device = trainer.strategy.root_device
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        cards: list[Any] = [card]
-        if trainer.world_size > 1:
-            cards = [None] * trainer.world_size
-            torch.distributed.all_gather_object(cards, card)
-        refuse_mixed_cards(cards)
-        self.cards: list[str] = cards
+        self.cards: list[str] = gather_objects(card)
+        refuse_mixed_cards(self.cards)
         refuse_unshared(self.run.path)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102

@@ -221,12 +221,3 @@ def _set(metric: Metric, values: dict[str, Any]) -> None:
         to = metric.device
         setattr(metric, name, [item.to(to) for item in value] if isinstance(value, list) else value.to(to))
     metric._update_count, metric._computed = max(metric._update_count, 1), None
-
-
-def gather(state: Any) -> list[Any]:
-    """Every rank's state, on every rank. Collective."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [state]
-    states: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(states, state)
-    return states

@@ -11,10 +11,11 @@ from lightning.pytorch.callbacks import Timer
 from src.checkpoint.before_training import refuse_state, refuse_writers
 from src.checkpoint.boundary import as_boundary, at_step_boundaries, before_epoch, in_batches_of, resume_data
 from src.checkpoint.files import fault, ours, step_in_name
-from src.checkpoint.rank_state import CallbackMetrics, EpochMetrics, Keeper, RandomNumbers, gather
+from src.checkpoint.rank_state import CallbackMetrics, EpochMetrics, Keeper, RandomNumbers
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
 from src.checkpoint.write import IN_FRONT, WholeFiles, give_name
 from src.errors import Stopped
+from src.ranks import gather_objects
 
 Best = tuple[Path, Callable[[], None]]
 
@@ -115,7 +116,7 @@ class SaveNewest(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What every rank alone knows. Collective, as saving is."""
-        states = gather({name: keeper.rank_state() for name, keeper in self.keepers.items()})
+        states = gather_objects({name: keeper.rank_state() for name, keeper in self.keepers.items()})
         return {"ranks": states, "accumulation": self._accumulation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102

@@ -1,8 +1,17 @@
-"""Names for `trainer.strategy`. A new strategy is a file in this folder and one line here."""
+"""Names for `trainer.strategy`. A new strategy is a file in this folder and one line here.
+
+They work with a Trainer of your own, too, as soon as this package is imported:
+
+    from src.strategies import DDP, FSDP, gather_objects
+
+    Trainer(strategy="fsdp_full_shard", devices=4)
+    Trainer(strategy=FSDP(ranks_per_shard=2), devices=4)
+"""
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from src.errors import UserError
+from src.ranks import gather_objects as gather_objects
 from src.strategies.ddp import DDP, NoShard
 from src.strategies.fsdp import FSDP
 

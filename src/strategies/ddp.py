@@ -1,9 +1,12 @@
-"""DDP with three corrections."""
+"""DDP with corrections."""
 
+import atexit
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning import Trainer
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
@@ -23,11 +26,35 @@ class DDP(DDPStrategy):
         if isinstance(started := self._launcher, _SubprocessScriptLauncher):
             self._launcher = Launcher(started.cluster_environment, started.num_processes, started.num_nodes)
 
+    # --- the process group ---
+
+    def _get_process_group_backend(self) -> str:
+        """On GPUs gloo beside NCCL, unless `process_group_backend` was given.
+
+        NCCL alone refuses tensors in the host's memory (offloaded gradients, a user's rewards) and sends objects
+        through the GPU's. Gloo costs a connection between every two ranks when it starts and nothing in a step: what is
+        on a GPU goes through NCCL as before.
+        """
+        given, backend = self._process_group_backend, super()._get_process_group_backend()
+        return "cpu:gloo,cuda:nccl" if given is None and backend == "nccl" else backend
+
+    def setup_distributed(self) -> None:
+        """Whatever way the process ends, the group does not end with the interpreter, which can abort a perfect run.
+
+        Lightning sees to that for a group of NCCL alone.
+        """
+        there = torch.distributed.is_initialized()
+        super().setup_distributed()
+        if not there:  # else it is somebody else's
+            atexit.register(_destroy_dist_connection)
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over ranks; integers are averaged as floating-point numbers."""
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
+
+    # --- states ---
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Into a module of the precision's type: Lightning loads before it converts, which rounds 64-true to fp32."""

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from src.errors import AgreedError
+from src.ranks import gather_objects
 from src.strategies.ddp import DDP
 from src.strategies.forward import as_forward, before_backward
 from src.strategies.full_state import full, like, optimizer_like
@@ -76,11 +77,6 @@ class FSDP(DDP):
         self._kept: list[FSDPModule] = []
 
     # --- shard ---
-
-    def _get_process_group_backend(self) -> str:
-        """Gradients that are in the host's memory are clipped, and states saved, over gloo."""
-        backend = super()._get_process_group_backend()
-        return f"cpu:gloo,cuda:{backend}" if self.cpu_offload and backend == "nccl" else backend
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, then let it make its optimizers of what this rank has of it.
@@ -208,9 +204,8 @@ class FSDP(DDP):
         module = self.lightning_module
         assert module is not None
         self._share_buffers()
-        counts: list[Any] = [None] * self.world_size
         loop: Any = module.trainer._active_loop
-        torch.distributed.all_gather_object(counts, list(loop.max_batches))
+        counts = gather_objects(list(loop.max_batches))
         if all(count == counts[0] for count in counts):
             return
         self._kept = sharded(module)

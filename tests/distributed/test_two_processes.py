@@ -23,42 +23,13 @@ from tests.commands import (
     only_run,
     read_json,
     rows,
+    srun,
     train,
     weights,
 )
 from tests.small_task import SmallModule
 
 MANY = ["--trainer.max_epochs", "2", "--global_batch_size", "8", "--trainer.num_sanity_val_steps", "0"]
-
-
-def srun(run_root: Path, nodes: int, per_node: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """What srun does: every task at once, each with Slurm's variables."""
-    world = nodes * per_node
-    processes = []
-    for rank in range(world):
-        env = environment(
-            run_root,
-            SLURM_JOB_ID="4711",
-            SLURM_STEP_ID="0",
-            SLURM_JOB_NAME="train",
-            SLURM_NTASKS=str(world),
-            SLURM_STEP_NUM_TASKS=str(world),
-            SLURM_STEP_NUM_NODES=str(nodes),
-            SLURM_NNODES=str(nodes),
-            SLURM_NTASKS_PER_NODE=str(per_node),
-            SLURM_PROCID=str(rank),
-            SLURM_LOCALID=str(rank % per_node),
-            SLURM_NODEID=str(rank // per_node),
-            SLURM_JOB_NODELIST="localhost",
-            SLURM_NODELIST="localhost",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(20000 + os.getpid() % 10000),
-        )
-        command = [sys.executable, "-m", "src.cli", *arguments]
-        processes.append(
-            subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
-    return processes
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from src.errors import UserError
-from src.strategies import NAMES, resolve_strategy
-from src.strategies.fsdp import FSDP
+from src.strategies import DDP, FSDP, NAMES, resolve_strategy
 from tests.tiny import quiet_trainer
 
 
@@ -68,8 +67,15 @@ def test_no_shard_says_that_it_is_ddp(monkeypatch, capsys):
     assert capsys.readouterr().out == "note: fsdp_no_shard is ddp\n"
 
 
-def test_host_memory_is_reached_over_gloo(monkeypatch):
-    """With parameters in the host's memory a GPU's process group speaks gloo too; without them NCCL alone."""
-    monkeypatch.setattr(DDPStrategy, "_get_process_group_backend", lambda self: "nccl")
-    assert FSDP(cpu_offload=True)._get_process_group_backend() == "cpu:gloo,cuda:nccl"
-    assert FSDP()._get_process_group_backend() == "nccl"
+@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize(
+    ("device", "given", "backend"),
+    [("cuda", None, "cpu:gloo,cuda:nccl"), ("cuda", "nccl", "nccl"), ("cpu", None, "gloo")],
+)
+def test_host_memory_is_reached_over_gloo(monkeypatch, name, device, given, backend):
+    """On GPUs every strategy's process group speaks gloo too, unless a backend was asked for."""
+    strategy = StrategyRegistry.get(name)
+    assert isinstance(strategy, DDP)
+    strategy._process_group_backend = given
+    monkeypatch.setattr(DDP, "root_device", torch.device(device))
+    assert strategy._get_process_group_backend() == backend
