@@ -31,6 +31,7 @@ from src.batching import in_micro_batches, stop_workers
 from src.callbacks.breaker_rules import BreakerSettings
 from src.callbacks.circuit_breaker import CircuitBreaker
 from src.callbacks.free_gradients import FreeGradients
+from src.callbacks.ema import EMA
 from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.predictions import WritePredictions
@@ -433,6 +434,8 @@ class ProjectCLI(LightningCLI):
         arguments["ckpt_path"] = path or run.checkpoint
         self.again = continue_command(self.argv, run)
         self.trainer.callbacks += [Termination()]  # type: ignore[attr-defined]
+        if not any(isinstance(callback, EMA) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            self.trainer.callbacks += [EMA()]  # type: ignore[attr-defined]  # a file's average is what is evaluated
         if self.command == "predict":
             arguments["return_predictions"] = False
             self.trainer.callbacks += [WritePredictions(run.path / "predictions.pt")]  # type: ignore[attr-defined]

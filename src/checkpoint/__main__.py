@@ -89,6 +89,7 @@ def _parser() -> Parser:
     which.add_argument("--step", type=_count, metavar="N", help="the checkpoint of N steps")
     which.add_argument("--best", action="store_true", help="the best by the run's metric")
     one.add_argument("--prefix", help="only what is under it, without it; '' keeps every name")
+    one.add_argument("--trained", action="store_true", help="the optimizer's weights, also where their average is kept")
     one.add_argument("--force", action="store_true", help="replace OUT")
     one = command("diff", "whether two runs or two checkpoints are the same to the last bit; exit code 1 where not")
     one.add_argument("first", metavar="A", help="run or checkpoint file")
@@ -117,7 +118,7 @@ def _run(chosen: argparse.Namespace) -> int:
         roll_back(run_folder(chosen.run), chosen.before_step)
     elif chosen.command == "export":
         source = run_or_file(chosen.run)
-        export(Wish(source, chosen.out, chosen.step, chosen.best, chosen.prefix, chosen.force))
+        export(Wish(source, chosen.out, chosen.step, chosen.best, chosen.prefix, chosen.force, chosen.trained))
     else:
         return _diff(run_or_file(chosen.first), run_or_file(chosen.second))
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from src.checkpoint.choose import newest
+from src.checkpoint.contents import average_in
 from src.errors import UserError
 
 STATES = ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step", "epoch")
@@ -40,7 +41,8 @@ def outcome(run: Path) -> dict[str, Any]:
 def states(path: Path) -> dict[str, Any]:
     """What a checkpoint file brings back of a training, on the CPU."""
     checkpoint = _content(path)
-    return {key: checkpoint[key] for key in STATES if key in checkpoint}
+    average = average_in(checkpoint)
+    return {key: checkpoint[key] for key in STATES if key in checkpoint} | ({"average": average} if average else {})
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from src.errors import UserError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 MAPPINGS = (dict, collections.OrderedDict, collections.Counter)  # what `weights_only` loads; others become dict
+AVERAGE = "EMA"  # of the states of callbacks, the one of `src.callbacks.ema`
 HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # Lightning's two keys
 
 
@@ -30,6 +31,11 @@ def rebuild(value: Any, leaf: Callable[[str, Any], Any], name: str = "") -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(rebuild(item, leaf, f"{name}[{index}]") for index, item in enumerate(value))
     return leaf(name, value)
+
+
+def average_in(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
+    """The average of the weights (`src.callbacks.ema`) by their names; {} where none is kept."""
+    return checkpoint.get("callbacks", {}).get(AVERAGE, {}).get("weights", {})
 
 
 def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from src.checkpoint.contents import average_in
 from src.checkpoint.entries import Entry, candidates, look, restart_from, run_of, steps_there
 from src.checkpoint.files import fault
 from src.checkpoint.units import size
@@ -28,6 +29,7 @@ class Wish:
     best: bool = False
     prefix: str | None = None  # None: what all names begin with
     force: bool = False
+    trained: bool = False  # the optimizer's weights, also where their average is kept
 
 
 def export(wish: Wish) -> None:
@@ -42,7 +44,8 @@ def export(wish: Wish) -> None:
     content = torch.load(entry.path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(content.get("state_dict"), dict):
         raise UserError(f"{entry.path} holds no state_dict: give a checkpoint that training wrote")
-    named, dropped = _under(_unwrapped(content["state_dict"]), wish.prefix)
+    average = {} if wish.trained else average_in(content)
+    named, dropped = _under(_unwrapped(_averaged(content["state_dict"], average)), wish.prefix)
     run = run_of(entry.path)
     facts = {"run": run, "step": str(entry.step), "epoch": str(entry.epoch), "checkpoint": entry.path.name}
     _write(named, wish.out, facts)
@@ -50,6 +53,8 @@ def export(wish: Wish) -> None:
         f"step {entry.step} of run {run} ({entry.path.name}): {len(named)} tensors, {size(wish.out.stat().st_size)}, "
         f"in {wish.out}"
     )
+    if average:
+        print("it is the average of the weights (EMA), which validation measures; --trained gives the optimizer's own")
     if dropped and wish.prefix is None:
         print(
             f"all names began with {dropped!r}, which is dropped, so that they load into that network itself; "
@@ -111,6 +116,14 @@ def _chosen(wish: Wish) -> Entry:
     raise UserError(
         f"{said or f'{run}: the checkpoint has just gone'}: give another step, `verify` says which are whole"
     )
+
+
+def _averaged(weights: dict[str, Any], average: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The weights with their average in the place of what is averaged, in the weights' own type."""
+    return {
+        name: average[name].to(value.dtype) if name in average and isinstance(value, torch.Tensor) else value
+        for name, value in weights.items()
+    }
 
 
 def _unwrapped(weights: dict[str, Any]) -> dict[str, Any]:

@@ -204,6 +204,7 @@ class FSDP(DDP):
         module = self.lightning_module
         assert module is not None
         self._share_buffers()
+        free(module)  # a step without a backward pass has left the root gathered, and the parts may have changed
         loop: Any = module.trainer._active_loop
         counts = gather_objects(list(loop.max_batches))
         if all(count == counts[0] for count in counts):

@@ -7,6 +7,7 @@ import torch
 
 from src.checkpoint.__main__ import SHOWN
 from src.checkpoint.compare import differences, outcome
+from src.checkpoint.contents import AVERAGE
 from tests.checkpoints import a_run, refused, said, saved, truncated
 
 
@@ -29,6 +30,16 @@ def test_diff_of_files_and_runs(run_root: Path, capsys: pytest.CaptureFixture[st
     assert "is no whole checkpoint" in refused(capsys, "diff", "one", str(file))
     a_run(run_root, "empty")
     assert "has no checkpoint yet" in refused(capsys, "diff", "one", "empty")
+
+
+def test_an_average_of_the_weights_counts(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two states with the same weights and another average of them are not the same."""
+    files = [a_run(run_root, name, 5) / "checkpoints/step=00000005.ckpt" for name in ("one", "two")]
+    for value, path in enumerate(files):
+        average = {"weights": {"model.weight": torch.full((3,), float(value))}}
+        torch.save(torch.load(path, weights_only=True) | {"callbacks": {AVERAGE: average}}, path)
+    out = said(capsys, "diff", "one", "two", code=1)
+    assert out == "average.model.weight: 3 of 3 values differ, by 1 at most\n"
 
 
 def test_a_long_diff_is_cut(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:

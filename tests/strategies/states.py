@@ -1,5 +1,6 @@
 """Trains, saves and goes on under every strategy in one process group, for tests that compare what came out."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,22 @@ from lightning import LightningModule
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 
+from src.callbacks.ema import EMA
 from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.errors import UserError
 from src.strategies import resolve_strategy
 from src.strategies.fsdp import FSDP
+from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from tests.strategies.group import in_group
 from tests.tiny import loader, quiet_trainer
 
 STEPS, HALF, BATCH = 8, 4, 12
 PRECISIONS = {"bf16": "bf16-true", "double": "64-true"}
+CHANGES = {"recomputed": checkpoint_activations, "compiled": compile_blocks}
+SGD = {"sgd": 0.0, "momentum": 0.9, "recomputed": 0.0}
+DECAY, START = 0.7, 1  # of an average of the weights
 
 
 class Uneven(LightningModule):
@@ -56,8 +62,8 @@ class Uneven(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        if self.kind in ("sgd", "momentum"):
-            return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9 if self.kind == "momentum" else 0.0)
+        if self.kind in SGD:
+            return torch.optim.SGD(self.parameters(), 0.05, momentum=SGD[self.kind])
         vectors = [parameter for parameter in parameters if parameter.dim() == 1]
         matrices = [parameter for parameter in parameters if parameter.dim() > 1]
         groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
@@ -68,6 +74,7 @@ def run(folder: Path, kind: str, strategy: str, rank: int, world: int, begin: Pa
     """All steps, with a file in `folder` in the middle and at the end; from `begin` on where it is given."""
     torch.manual_seed(rank)
     module = Uneven(kind)
+    CHANGES.get(kind, lambda _: 0)(module)
     settings = CheckpointSettings(every_n_steps=HALF, every_n_minutes=None)
     trainer = quiet_trainer(
         strategy=resolve_strategy(strategy, world),
@@ -75,7 +82,7 @@ def run(folder: Path, kind: str, strategy: str, rank: int, world: int, begin: Pa
         max_steps=STEPS,
         precision=PRECISIONS.get(kind, "32-true"),
         plugins=[WholeFiles(), *([] if strategy == "auto" else [TorchElasticEnvironment()])],
-        callbacks=[SaveNewest(folder, settings)],
+        callbacks=[*([EMA(DECAY, START)] if kind == "averaged" else []), SaveNewest(folder, settings)],
         limit_val_batches=0,
     )
     rows = torch.rand(STEPS * BATCH, 6, generator=torch.Generator().manual_seed(1))
@@ -124,6 +131,7 @@ def refusals(world: int) -> dict[str, str]:
 def ranks(rank: int, world: int, phase: int, runs: list[tuple[str, str, str]], folder: str) -> None:
     """What each process does. A run is (kind, strategy, name of the run whose middle it begins from, or nothing)."""
     results: dict[str, Any] = {}
+    torch.compile = functools.partial(torch.compile, backend="eager")  # names and hooks are the same, and no compiler
     with in_group(rank, world, f"{folder}/meet-{phase}"):
         for kind, strategy, source in runs:
             begin = Path(folder) / source / f"step={HALF:08d}.ckpt" if source else None
