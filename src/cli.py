@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import yaml
 from jsonargparse import ActionYesNo, ArgumentError, Namespace
+from jsonargparse.typing import PositiveFloat
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -33,12 +34,15 @@ from src.callbacks.circuit_breaker import CircuitBreaker
 from src.callbacks.free_gradients import FreeGradients
 from src.callbacks.ema import EMA
 from src.callbacks.global_batch import GlobalBatch
+from src.callbacks.hang_dump import record_collectives
+from src.callbacks.hang_limit import WatchdogSettings, fit_timeouts
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.predictions import WritePredictions
 from src.callbacks.progress import Progress
 from src.callbacks.run_record import RunRecord
 from src.callbacks.termination import Termination
 from src.callbacks.throughput import Throughput
+from src.callbacks.watchdog import Watchdog
 from src.changes import ESSENTIAL
 from src.checkpoint.best import SaveBest
 from src.checkpoint.save import SaveNewest
@@ -65,7 +69,10 @@ EXIT_INTERRUPTED = 130  # Ctrl-C
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input, 65 no whole checkpoint, 70 tripped)."""
+    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input, 65 no whole checkpoint, 70 tripped).
+
+    A hang ends the process with 74 from the watchdog's thread.
+    """
     argv = sys.argv[1:] if argv is None else argv
     quieten()
     prepare()
@@ -224,6 +231,13 @@ class ProjectCLI(LightningCLI):
         )
         parser.add_class_arguments(CheckpointSettings, "checkpoint")
         parser.add_class_arguments(BreakerSettings, "breaker")
+        parser.add_class_arguments(WatchdogSettings, "watchdog")
+        parser.add_argument(
+            "--collective_timeout_minutes",
+            type=PositiveFloat | None,
+            default=None,
+            help="how long a rank waits for the others in a collective; null: what the strategy says, 30",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse strictly; an error becomes one line."""
@@ -286,7 +300,7 @@ class ProjectCLI(LightningCLI):
         self.time_limit = Timer(config.max_time)._duration if config.max_time and self.wants_checkpoints else None
         limits = self._training_limits(config)
         counts = in_micro_batches(config.as_dict(), self.here.plan.accumulation) if self.here.plan else {}
-        return super().instantiate_trainer(
+        trainer = super().instantiate_trainer(
             accelerator=self.here.shape.accelerator,
             devices=list(self.here.shape.indices) if self.here.shape.indices else self.here.shape.devices,
             precision=None if own_precision else self.here.precision.value,
@@ -302,6 +316,10 @@ class ProjectCLI(LightningCLI):
             **counts,
             **kwargs,
         )
+        timeout, watchdog = self.settings.collective_timeout_minutes, self.config_init[self.command].watchdog
+        self.hang_limit, notes = fit_timeouts(trainer.strategy, timeout, watchdog)
+        self.here.notes += notes
+        return trainer
 
     @staticmethod
     def _training_limits(config: Namespace) -> dict[str, int]:
@@ -407,6 +425,7 @@ class ProjectCLI(LightningCLI):
         # before the clock, which does not count it, and after the states that it saves. The breaker comes after what it
         # hears and before saving, so that the end of a broken run is not saved.
         callbacks: list[Callback] = [record, Termination(), FreeGradients(), loss, LossScale()]
+        callbacks: list[Callback] = [*self._watch(run, record), record, Termination(), loss, LossScale()]
         folder = run.path / "checkpoints"
         rules = self.config_init[self.command].breaker
         breaker = CircuitBreaker(rules, self.again, folder if self.wants_checkpoints else None)
@@ -419,6 +438,14 @@ class ProjectCLI(LightningCLI):
         callbacks += [speed, *([Progress(loss, speed)] if self.wants_progress else [])]
         self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
         return record
+
+    def _watch(self, run: Run, record: RunRecord | None = None) -> list[Callback]:
+        """The watchdog, where it is wanted; it comes before whatever may hang."""
+        record_collectives(run.path)
+        if self.hang_limit is None:
+            return []
+        tell = None if record is None else lambda text: record.write(self.trainer, "hung", text)
+        return [Watchdog(self.hang_limit, run.path, tell, self.again)]
 
     def _evaluate(self, arguments: dict[str, Any]) -> None:
         model, path = yaml.safe_load(self.config_text).get("model"), arguments["ckpt_path"]
@@ -436,6 +463,7 @@ class ProjectCLI(LightningCLI):
         self.trainer.callbacks += [Termination()]  # type: ignore[attr-defined]
         if not any(isinstance(callback, EMA) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             self.trainer.callbacks += [EMA()]  # type: ignore[attr-defined]  # a file's average is what is evaluated
+        self.trainer.callbacks += [*self._watch(run), Termination()]  # type: ignore[attr-defined]
         if self.command == "predict":
             arguments["return_predictions"] = False
             self.trainer.callbacks += [WritePredictions(run.path / "predictions.pt")]  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 EXIT_TRIPPED = 70
+EXIT_HUNG = 74  # EX_IOERR: waited for something that did not come; another start may well get on
 
 
 class UserError(Exception):
