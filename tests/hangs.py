@@ -18,7 +18,7 @@ class Hangs(SmallModule):
     """SmallModule that gets stuck after `after` steps on one rank, in one of these ways.
 
     sleep: its training_step never returns; collective: it waits for the others in a collective that they skip;
-    stop: SIGSTOP to its own process; kill: SIGKILL, while rank 0 sleeps; alone: not at all, rank 0 works for 10 s.
+    stop: SIGSTOP to its own process; kill: SIGKILL, while rank 0 sleeps; alone: not at all, rank 0 works for 18 s.
     """
 
     def __init__(self, way: str = "", after: int = 3, rank: int = 1, **settings: float) -> None:
@@ -28,7 +28,7 @@ class Hangs(SmallModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.global_step == self.after and self.way == "alone":
             with rank_zero_work(self.trainer, "some work") as mine:
-                time.sleep(10 if mine else 0)
+                time.sleep(18 if mine else 0)
         elif self.global_step == self.after and (self.way == "kill" or self.global_rank == self.rank):
             self.get_stuck()
         return super().training_step(batch, batch_idx)

@@ -46,7 +46,7 @@ def silence(beat: Beat) -> str:
     state = process_state(beat.pid)[0] if is_here(beat) else ""
     if not here:
         why = "it has died or was stopped, or its machine is gone"
-    elif not state:
+    elif state in ("", "Z", "X"):  # none, or ended and nobody has asked for its exit code
         why = f"its process {beat.pid} is gone"
     elif state in "Tt":
         why = f"its process {beat.pid} is stopped (SIGSTOP)"

@@ -188,6 +188,9 @@ class Watchdog(Callback):
 
     def _beat(self, others: Heartbeats, ended: threading.Event) -> None:
         try:
+            others.give(self._sign())
+            while self._first is None and not ended.wait(self.pulse / 20):
+                self._first = others.of(0)
             while not ended.is_set():
                 others.give(self._sign())
                 self._first, self._verdict = others.of(0) or self._first, others.verdict()
@@ -264,6 +267,7 @@ class Watchdog(Callback):
             living = [number for number in range(self._trainer.world_size) if number not in gone]
             patience = LAST_WORDS + (0 if rank == 0 else LAST_SAVE + 2 * LAST_WORDS)
             within(patience, lambda: others.leave_together(living, patience))
+            time.sleep(0 if rank else 1)  # the others end their loaders' processes and leave
         for beat in silent:
             end_process(beat)
         for child in multiprocessing.active_children():  # a worker that hangs would not see that we are gone

@@ -120,7 +120,7 @@ def test_a_rank_that_died_is_reported(tmp_path: Path) -> None:
 
 def test_under_torchrun_all_end_as_well(tmp_path: Path) -> None:
     """torchrun serves the store: one message, and it reports the ranks' exit code."""
-    code, text = hang(tmp_path, *SMALL_DATA, "--model.way", "sleep", launcher=TORCHRUN)
+    code, text = hang(tmp_path, *SMALL_DATA, "--model.way", "sleep", launcher=(*TORCHRUN, "--"))
     assert code == 1
     assert re.search(r": rank 1 on \S+ is in training_step after step 3", said(text))
     assert re.search(rf"exitcode *: {EXIT_HUNG}", text)
@@ -151,7 +151,7 @@ def test_a_job_that_was_stopped_whole_goes_on(tmp_path: Path) -> None:
 
 def test_work_of_rank_0_alone_may_take_longer_than_a_collective(tmp_path: Path) -> None:
     """`rank_zero_work` holds the other rank for longer than both timeouts, and training goes on after it."""
-    short = ["--collective_timeout_minutes", "0.1", "--watchdog.minutes", "0.05", "--trainer.max_steps", "6"]
+    short = ["--collective_timeout_minutes", "0.25", "--watchdog.minutes", "0.1", "--trainer.max_steps", "6"]
     done = train(tmp_path, "fit", *TWO, *HANG, *SMALL_DATA, "--model.way", "alone", *short)
     assert done.stderr == ""
     assert read_json(tmp_path / "hung" / "summary.json")["last_step"] == 6
@@ -159,8 +159,8 @@ def test_work_of_rank_0_alone_may_take_longer_than_a_collective(tmp_path: Path) 
 
 def test_the_collective_timeout_is_a_setting(tmp_path: Path) -> None:
     """Without a watchdog a rank that waits gives up after that time, and the command fails."""
-    short = ["--collective_timeout_minutes", "0.1", "--watchdog.enabled", "false", "--watchdog.minutes", "9"]
+    short = ["--collective_timeout_minutes", "0.25", "--watchdog.enabled", "false", "--watchdog.minutes", "9"]
     done = train(tmp_path, "fit", *TWO, *HANG, *SMALL_DATA, "--model.way", "sleep", *short, check=False)
     assert done.returncode != 0
-    assert "Timed out waiting 6000ms" in done.stderr
+    assert "Timed out waiting 15000ms" in done.stderr
     assert "watchdog.minutes has no effect with watchdog.enabled false" in done.stdout
