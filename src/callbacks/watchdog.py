@@ -141,7 +141,7 @@ class Watchdog(Callback):
         self._ended, self._resumed = threading.Event(), 0.0
         self._verdict: Verdict | None = None
         self._first: Beat | None = None  # of rank 0, which may serve the store and then be known by this alone
-        self._others: Heartbeats | None = None
+        self._others: Heartbeats | None = None  # None too where they cannot be reached any more
         self._threads = [threading.Thread(target=self._watch, args=(self._ended,), daemon=True)]
         rank, world_size = trainer.global_rank, trainer.world_size
         if world_size > 1 and torch.distributed.is_initialized():
@@ -224,8 +224,10 @@ class Watchdog(Callback):
             return found[0] if found else None
         # The store's server is stopped or gone: rank 0, unless torchrun serves it.
         first = None if mine.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else self._first
+        known = [first, mine] if first else [mine]
         more = "\n  of the other ranks nothing is known: the store of the process group does not answer"
-        return self._say([first, mine] if first else [mine], [0] if first else [], more)
+        self._others = None
+        return self._say(known, [0] if first else [], more if len(known) < others.world_size else "")
 
     def _agree(self, others: Heartbeats, at: tuple[str, float, int]) -> list[Verdict]:
         """The one verdict, by whichever rank comes first; none where things have moved on."""

@@ -105,7 +105,7 @@ class Remembers(Watchdog):
 def test_events_are_noted_as_they_come(tmp_path: Path) -> None:
     """Each part of a step, of a validation and of a save has a name, in the order in which they happen."""
     watchdog = Remembers(60, tmp_path)
-    trainer = quiet_trainer(callbacks=[watchdog], max_steps=1, limit_val_batches=1, num_sanity_val_steps=0)
+    trainer = quiet_trainer(callbacks=[watchdog], max_steps=2, limit_val_batches=1, num_sanity_val_steps=0)
     data = torch.ones(4, 1)
     trainer.fit(Line(), loader(trainer, data, 2, train=True), loader(trainer, data, 2, train=False))
     trainer.save_checkpoint(tmp_path / "x.ckpt")
