@@ -34,7 +34,12 @@ class BatchPlan:
     @property
     def global_batch_size(self) -> int:
         """Samples per optimizer step, over all devices."""
-        return self.micro_batch_size * self.accumulation * self.world_size
+        return self.share * self.world_size
+
+    @property
+    def share(self) -> int:
+        """Samples per optimizer step on one device."""
+        return self.micro_batch_size * self.accumulation
 
     def __str__(self) -> str:
         return (
@@ -103,9 +108,14 @@ def _accumulation(global_batch_size: int, micro_batch_size: int, world_size: int
     )
     if global_batch_size % world_size == 0:
         share = global_batch_size // world_size
-        micros = ", ".join(str(size) for size in range(1, share + 1) if share % size == 0)
+        micros = ", ".join(map(str, divisors(share)))
         message += f", or --micro_batch_size from {micros}"
     raise UserError(message)
+
+
+def divisors(number: int) -> list[int]:
+    """Those of a positive number, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 # Settings of the Trainer that count batches: Lightning means micro batches, a configuration means global ones.

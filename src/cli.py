@@ -37,6 +37,7 @@ from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.hang_dump import record_collectives
 from src.callbacks.hang_limit import WatchdogSettings, fit_timeouts
 from src.callbacks.loss_scale import LossScale
+from src.callbacks.out_of_memory import OutOfMemory
 from src.callbacks.predictions import WritePredictions
 from src.callbacks.progress import Progress
 from src.callbacks.run_record import RunRecord
@@ -49,10 +50,12 @@ from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, with_defaults
-from src.errors import AgreedError, Stopped, TrippedError, UserError, from_settings, hint
+from src.errors import EXIT_OUT_OF_MEMORY, AgreedError, Stopped, TrippedError, UserError, from_settings, hint
 from src.files import write_text
 from src.lock import release
 from src.loggers import keep_wandb_run, run_loggers
+from src.memory import is_out_of_memory
+from src.out_of_memory import explain as explain_memory
 from src.precision import BF16Mixed
 from src.resolution import resolve
 from src.run import Run, find_run, open_run
@@ -69,9 +72,9 @@ EXIT_INTERRUPTED = 130  # Ctrl-C
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input, 65 no whole checkpoint, 70 tripped).
+    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input; all: src/checkpoint/__init__.py).
 
-    A hang ends the process with 74 from the watchdog's thread.
+    A hang ends the process from the watchdog's thread.
     """
     argv = sys.argv[1:] if argv is None else argv
     quieten()
@@ -112,7 +115,8 @@ def _run(cli: "ProjectCLI") -> int:
             print(f"interrupted at step {cli.trainer.global_step}; continue with: {cli.again}", file=sys.stderr)
         return code
     except Exception as error:
-        return _crash(error)
+        facts = (cli.memory, cli.trainer, cli.model, cli.here, cli.settings, cli.again)
+        return explain_memory(error, *facts) or _crash(error)
     return 0
 
 
@@ -126,6 +130,10 @@ def _exit_code(stop: SystemExit) -> int:
 
 def _crash(error: Exception) -> int:
     """One line for what is not the code's fault, else the traceback and what may help."""
+    if is_out_of_memory(error):
+        traceback.print_exc()
+        print("out of memory while the model and the data were built", file=sys.stderr)
+        return EXIT_OUT_OF_MEMORY
     if from_settings(error):
         return _complain(UserError(str(error)))
     if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
@@ -193,6 +201,7 @@ class ProjectCLI(LightningCLI):
     def __init__(self, argv: list[str]) -> None:
         self.argv = argv
         self.again = "the same command"  # with --run, as soon as there is a run
+        self.memory = OutOfMemory()
         strict = {"exit_on_error": False, "allow_abbrev": False}
         super().__init__(
             args=with_defaults(argv),
@@ -339,6 +348,7 @@ class ProjectCLI(LightningCLI):
             checkpoint_activations(self.model)
         if self.settings.compile:
             compile_blocks(self.model)
+        self.trainer.callbacks.insert(0, self.memory)  # type: ignore[attr-defined]
         arguments = self._prepare_subcommand_kwargs(self.command)
         # Tensors and plain types: a checkpoint must not run code, unless the user trusts this one.
         arguments["weights_only"] = arguments["weights_only"] is not False or not arguments["ckpt_path"]
@@ -424,8 +434,8 @@ class ProjectCLI(LightningCLI):
         # The record comes first: its checks must precede everything else, and it must see every exception. Saving comes
         # before the clock, which does not count it, and after the states that it saves. The breaker comes after what it
         # hears and before saving, so that the end of a broken run is not saved.
-        callbacks: list[Callback] = [record, Termination(), FreeGradients(), loss, LossScale()]
-        callbacks: list[Callback] = [*self._watch(run, record), record, Termination(), loss, LossScale()]
+        callbacks: list[Callback] = [*self._watch(run, record), record, Termination(), FreeGradients()]
+        callbacks += [loss, LossScale()]
         folder = run.path / "checkpoints"
         rules = self.config_init[self.command].breaker
         breaker = CircuitBreaker(rules, self.again, folder if self.wants_checkpoints else None)
@@ -460,7 +470,6 @@ class ProjectCLI(LightningCLI):
             run = agree(self.trainer, lambda: find_run(self.settings.run, model))
         arguments["ckpt_path"] = path or run.checkpoint
         self.again = continue_command(self.argv, run)
-        self.trainer.callbacks += [Termination()]  # type: ignore[attr-defined]
         if not any(isinstance(callback, EMA) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             self.trainer.callbacks += [EMA()]  # type: ignore[attr-defined]  # a file's average is what is evaluated
         self.trainer.callbacks += [*self._watch(run), Termination()]  # type: ignore[attr-defined]

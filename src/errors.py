@@ -3,9 +3,8 @@
 import traceback
 from pathlib import Path
 
-import torch
-
 EXIT_TRIPPED = 70
+EXIT_OUT_OF_MEMORY = 71  # EX_OSERR: the system could not give what was asked for
 EXIT_HUNG = 74  # EX_IOERR: waited for something that did not come; another start may well get on
 
 
@@ -63,11 +62,6 @@ def from_settings(error: Exception) -> bool:
 def hint(error: BaseException) -> str | None:
     """What to turn when training itself failed with `error`; None where the traceback says enough."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return (
-            "out of GPU memory. The same global batch in less memory: lower --micro_batch_size (accumulation follows), "
-            "then --activation_checkpointing true, or both at once: --config configs/presets/lowmem.yaml"
-        )
     if "find_unused_parameters=True" in text:
         return (
             "some parameters got no gradient in a step. If the model skips parts of itself on purpose: "

@@ -6,7 +6,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-from src.batching import BatchPlan, plan_batches
+from src.batching import BatchPlan, divisors, plan_batches
 from src.command_line import CONFIGS, class_parameters
 from src.errors import UserError
 from src.hardware import Shape, check_shape, local_cards, other_card_note, process_environment, read_shape
@@ -23,6 +23,7 @@ class Resolution:
     precision: Precision
     strategy: object
     plan: BatchPlan | None
+    smaller_batch: list[str]  # options for half of the micro batch in the same global batch; [] where there is none
     notes: list[str] = field(default_factory=list)
 
 
@@ -39,17 +40,41 @@ def resolve(config: Namespace, files: list[str]) -> Resolution:
     cards = local_cards(shape)
     precision = resolve_precision(trainer.precision, cards)
     strategy = resolve_strategy(trainer.strategy, shape.world_size)
-    plan, batch_note = _plan(config, shape.world_size)
+    plan, batch_note = plan_of(config, shape.world_size)
     if cards and precision.value == "32-true":
         # fp32 matrix products on TF32 units; without this they do not use tensor cores at all.
         torch.set_float32_matmul_precision("high")
     root = "trainer.default_root_dir has no effect: runs go to $RUN_ROOT" if trainer.default_root_dir else None
     notes = [note for note in (batch_note, other_card_note(files, cards), precision.warning, root) if note]
-    return Resolution(shape, environment, precision, strategy, plan, notes)
+    return Resolution(shape, environment, precision, strategy, plan, _half(config, plan), notes)
 
 
-def _plan(config: Namespace, world_size: int) -> tuple[BatchPlan | None, str | None]:
-    """The batch plan, or none and a note where the global batch that was asked for cannot be enforced."""
+def _half(config: Namespace, plan: BatchPlan | None) -> list[str]:
+    if plan is None or plan.micro_batch_size == 1:
+        return []
+    fits = [size for size in divisors(plan.share) if size <= plan.micro_batch_size / 2]
+    return batch_options(config, plan, fits[-1])
+
+
+def batch_options(config: Namespace, plan: BatchPlan, micro_batch_size: int) -> list[str]:
+    """Options that set another micro batch and keep the plan's global batch, whatever `config` says by itself."""
+    own = config.data.init_args.batch_size != _batch_size_default(config.data)
+    names = (["data.batch_size"] if own else []) + ([] if own and not config.micro_batch_size else ["micro_batch_size"])
+    values = dict.fromkeys(names, micro_batch_size)
+    if config.global_batch_size is None:
+        values["global_batch_size"] = plan.global_batch_size
+    if config.trainer.accumulate_grad_batches != 1:
+        values["trainer.accumulate_grad_batches"] = plan.share // micro_batch_size
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+
+def plan_of(config: Namespace, world_size: int) -> tuple[BatchPlan | None, str | None]:
+    """The batch plan, or none and a note where the global batch that was asked for cannot be enforced.
+
+    Raises:
+        UserError: the numbers do not fit each other.
+
+    """
     default = _batch_size_default(config.data)
     if default is None:
         if not (config.global_batch_size or config.micro_batch_size):

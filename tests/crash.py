@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
@@ -67,3 +68,30 @@ class BadFromStep(SmallModule):
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.nan_to_num_()
+
+
+class Cramped(SmallModule):
+    """SmallModule on a device that is full as soon as a batch has more than `most` samples.
+
+    Args:
+        most: samples that it takes
+        rank: the only rank whose device is so small; -1 all
+        command: the step in which it is: fit or test
+
+    """
+
+    def __init__(self, most: int = 4, rank: int = -1, command: str = "fit", **settings: float) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.most, self.rank, self.command = most, rank, command
+
+    def _take(self, batch: Tensor, command: str) -> None:
+        if len(batch) > self.most and self.rank in (-1, self.global_rank) and command == self.command:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._take(batch, "fit")
+        return super().training_step(batch, batch_idx)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._take(batch, "test")
+        super().test_step(batch, batch_idx)

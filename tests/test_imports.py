@@ -8,7 +8,8 @@ import pytest
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 FILES = sorted(SRC.rglob("*.py"))
-ENTRY = ("cli", "command_line", "agreement", "resolution", "start", "trainer")  # nothing else may import these
+# Nothing else may import these.
+ENTRY = ("cli", "command_line", "agreement", "resolution", "start", "trainer", "out_of_memory", "batch_size")
 MACHINERY = (
     "strategies",
     "checkpoint",

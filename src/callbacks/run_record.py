@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 
+from src.callbacks.out_of_memory import announced
 from src.callbacks.throughput import Throughput, peak_memory
 from src.checkpoint.best import SaveBest
 from src.checkpoint.files import ours
 from src.errors import AgreedError, Stopped, TrippedError
 from src.manifest import describe_start
+from src.memory import is_out_of_memory
 from src.precision import refuse_mixed_cards
 from src.ranks import gather_objects
 from src.run import Run
@@ -58,6 +60,8 @@ class RunRecord(Callback):
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self.cards: list[str] = gather_objects(card)
         refuse_mixed_cards(self.cards)
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+        self.facts = self.facts | {"card_memory_gib": memory}
         refuse_unshared(self.run.path)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
@@ -95,9 +99,15 @@ class RunRecord(Callback):
         if isinstance(exception, Stopped):
             self.write(trainer, f"stopped by {exception}")
             return
-        interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
-        reason = "tripped" if isinstance(exception, TrippedError) else "interrupted" if interrupted else "crashed"
-        self.write(trainer, reason, f"{type(exception).__name__}: {exception}".strip(": "))
+        error = f"{type(exception).__name__}: {exception}".strip(": ")
+        reason = _reason(exception)
+        if reason == "out of memory" and not is_out_of_memory(exception):
+            error = f"rank {announced()} is out of memory"
+        self.write(trainer, reason, error)
+        if is_out_of_memory(exception) and not trainer.is_global_zero:
+            # Rank 0 may wait for this one in a collective until it is killed.
+            ended = {"exit_reason": reason, "error": error, "last_step": trainer.global_step}
+            self._keep(self.run.read_json("summary.json") | ended)
 
     def write(self, trainer: Trainer, exit_reason: str, error: str | None = None) -> None:
         """Write summary.json. On rank 0 only, and without talking to other ranks: one of them may be gone."""
@@ -136,3 +146,11 @@ class RunRecord(Callback):
             if not self._refused:
                 print(f"warning: {self.run.path / 'summary.json'} cannot be written ({error.strerror})", flush=True)
             self._refused = True
+
+
+def _reason(exception: BaseException) -> str:
+    if isinstance(exception, TrippedError):
+        return "tripped"
+    if isinstance(exception, KeyboardInterrupt | SystemExit):
+        return "interrupted"
+    return "out of memory" if is_out_of_memory(exception) or announced() is not None else "crashed"

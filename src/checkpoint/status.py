@@ -15,7 +15,8 @@ from src.lock import owner
 
 HEARTBEAT = 30  # seconds between two summaries of a training run, as src/callbacks/run_record.py writes them
 SILENT = 3 * HEARTBEAT
-ENDINGS = {"crashed": "crashed", "tripped": "tripped"}  # any other reason to end is a stop that a restart continues
+# Any other reason to end is a stop that a restart continues.
+ENDINGS = {"crashed": "crashed", "out of memory": "crashed", "tripped": "tripped"}
 
 
 @dataclass

@@ -10,6 +10,8 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from src.errors import EXIT_OUT_OF_MEMORY
+
 GRACE = 10  # seconds
 
 
@@ -37,4 +39,8 @@ class Observer(_ChildProcessObserver):
         code = self._child_processes[dead - 1].returncode
         print(f"warning: local rank {dead} has ended with exit code {code}; all end in {GRACE} s", flush=True)
         time.sleep(GRACE)
+        if code == EXIT_OUT_OF_MEMORY:  # a rank that hangs in a collective of the GPU cannot say why: this thread can
+            for child in self._child_processes:
+                child.kill()
+            os._exit(code)
         super()._terminate_all()
