@@ -150,40 +150,43 @@ def find(config: Namespace, arguments: list[str], options: argparse.Namespace) -
     here = ["--trainer.num_nodes", "1", "--global_batch_size", str(plan.global_batch_size // nodes)]
     folder = Path(tempfile.mkdtemp(prefix="batch-size-"))
 
-    def room(trial: Trial) -> float | None:
-        limit = options.limit_gib or trial.card
-        return None if limit is None else limit * (1 - options.headroom)
-
-    def fits(trial: Trial) -> bool:
-        most = room(trial)
-        return trial.peak is not None and (most is None or trial.peak <= most)
-
     def tried(size: int) -> Trial:
         trial = attempt(folder, [*arguments, *batch_options(config, plan, size), *here], size, options.steps)
-        print(_row(trial, plan.share // size, fits(trial)), flush=True)
+        print(_row(trial, plan.share // size, _fits(trial, options)), flush=True)
         return trial
 
-    print(f"global batch {plan.global_batch_size}, {plan.share} on each of {plan.world_size} device(s)")
+    print(f"global batch {plan.global_batch_size}: {plan.share} a step on each of {plan.world_size} device(s)")
     print(f"{'micro batch':>11}  {'accumulation':>12}  {'peak GiB':>8}  {'samples/s':>9}", flush=True)
     try:
-        trials = search(sizes, tried, fits)
+        trials = search(sizes, tried, lambda trial: _fits(trial, options))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    good = [trial for trial in trials if fits(trial)]
+    good = [trial for trial in trials if _fits(trial, options)]
     if not good:
         print(f"error: not even a micro batch of {sizes[0]} fits\n{trials[0].said}".rstrip(), file=sys.stderr)
         return EXIT_OUT_OF_MEMORY
     best = max(good, key=lambda trial: trial.speed)
-    if (most := room(best)) is None:
+    if (room := _room(best, options)) is None:
         print("note: no limit of memory is known on a CPU, so speed alone decides; --limit-gib sets one for a process")
     else:
-        print(f"memory: at most {most:.2f} GiB a device; {options.headroom:.0%} stay free")
+        print(f"memory: up to {room:.2f} GiB a device, so that {options.headroom:.0%} stay free")
     if nodes > 1:
-        print(f"note: tried on one node of {nodes}: between nodes it is slower, and fsdp takes less memory over all")
+        print(f"note: tried on one node of {nodes}: fsdp takes less memory over all of them")
     print(
-        f"the fastest that fits, with the same global batch:\n{' '.join(batch_options(config, plan, best.micro_batch_size))}"
+        "the fastest of those that fit, with the same global batch:",
+        *batch_options(config, plan, best.micro_batch_size),
     )
     return 0
+
+
+def _room(trial: Trial, options: argparse.Namespace) -> float | None:
+    limit = options.limit_gib or trial.card
+    return None if limit is None else limit * (1 - options.headroom)
+
+
+def _fits(trial: Trial, options: argparse.Namespace) -> bool:
+    room = _room(trial, options)
+    return trial.peak is not None and (room is None or trial.peak <= room)
 
 
 def _row(trial: Trial, accumulation: int, fits: bool) -> str:

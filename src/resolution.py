@@ -58,9 +58,10 @@ def _half(config: Namespace, plan: BatchPlan | None) -> list[str]:
 
 def batch_options(config: Namespace, plan: BatchPlan, micro_batch_size: int) -> list[str]:
     """Options that set another micro batch and keep the plan's global batch, whatever `config` says by itself."""
-    own = config.data.init_args.batch_size != _batch_size_default(config.data)
-    names = (["data.batch_size"] if own else []) + ([] if own and not config.micro_batch_size else ["micro_batch_size"])
-    values = dict.fromkeys(names, micro_batch_size)
+    values = {}
+    if config.data.init_args.batch_size != _batch_size_default(config.data):
+        values["data.batch_size"] = micro_batch_size  # both, as its default counts as not given
+    values["micro_batch_size"] = micro_batch_size
     if config.global_batch_size is None:
         values["global_batch_size"] = plan.global_batch_size
     if config.trainer.accumulate_grad_batches != 1:

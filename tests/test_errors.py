@@ -7,7 +7,6 @@ from lightning import Trainer
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from src.command_line import CONFIGS
 from src.errors import UserError, from_settings, hint
 from src.strategies import NAMES
 
@@ -29,15 +28,6 @@ def alone():
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-def test_out_of_memory_says_how_to_take_less():
-    """When GPU memory is out, the hint names the micro batch and a preset that exists."""
-    text = hint(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    assert text is not None
-    assert "--micro_batch_size" in text
-    assert "--config configs/presets/lowmem.yaml" in text
-    assert (CONFIGS / "presets" / "lowmem.yaml").exists()
 
 
 @pytest.mark.usefixtures("alone")

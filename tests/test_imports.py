@@ -20,6 +20,7 @@ MACHINERY = (
     "run",
     "storage",
     "manifest",
+    "memory",
     "metrics_csv",
 )
 

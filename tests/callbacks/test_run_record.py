@@ -161,6 +161,7 @@ def test_wall_time_adds_up_over_starts(fit, run):
     ("error", "reason", "text"),
     [
         (RuntimeError("lost a node"), "crashed", "RuntimeError: lost a node"),
+        (torch.OutOfMemoryError("2 GiB"), "out of memory", "OutOfMemoryError: 2 GiB"),
         (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
         (SystemExit(3), "interrupted", "SystemExit: 3"),
     ],

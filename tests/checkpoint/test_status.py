@@ -35,6 +35,7 @@ def test_the_heartbeat_is_that_of_the_record() -> None:
         ("running", 90, "running"),
         ("running", 91, "vanished"),
         ("crashed", 5, "crashed"),
+        ("out of memory", 5, "crashed"),
         ("tripped", 5, "tripped"),
         ("interrupted", 5, "stopped"),
         ("stopped by max_time", 500, "stopped"),

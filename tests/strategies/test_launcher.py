@@ -8,6 +8,7 @@ import pytest
 
 from src.strategies import launcher
 from src.strategies.launcher import Observer
+from tests.commands import ROOT
 
 
 def test_the_main_process_has_a_while_before_it_is_killed(
@@ -25,3 +26,15 @@ def test_the_main_process_has_a_while_before_it_is_killed(
     assert (launcher.GRACE, None) in seen
     assert main.wait() == -signal.SIGKILL
     assert "warning: local rank 2 has ended with exit code 3; all end in 10 s" in capsys.readouterr().out
+
+
+def test_out_of_memory_stays_the_reason() -> None:
+    """A main process that hangs where it cannot be told is left with the exit code of the rank that had no memory."""
+    script = (
+        "import os, subprocess, sys, time; from src.strategies import launcher; launcher.GRACE = 0\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'raise SystemExit(71)'])\n"
+        "launcher.Observer(os.getpid(), [child], sleep_period=0).start(); time.sleep(1000)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 71, done.stderr
+    assert "local rank 1 has ended with exit code 71" in done.stdout
