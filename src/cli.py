@@ -31,8 +31,8 @@ from src.agreement import agree
 from src.batching import in_micro_batches, stop_workers
 from src.callbacks.breaker_rules import BreakerSettings
 from src.callbacks.circuit_breaker import CircuitBreaker
-from src.callbacks.free_gradients import FreeGradients
 from src.callbacks.ema import EMA
+from src.callbacks.free_gradients import FreeGradients
 from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.hang_dump import record_collectives
 from src.callbacks.hang_limit import WatchdogSettings, fit_timeouts
