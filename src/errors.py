@@ -67,6 +67,11 @@ def hint(error: BaseException) -> str | None:
             "some parameters got no gradient in a step. If the model skips parts of itself on purpose: "
             "--trainer.strategy ddp_find_unused (slower); otherwise TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
         )
+    if "does not allow for gradient clipping" in text:
+        return (
+            "under 16-mixed a fused optimizer takes the loss scale out by itself, after gradients have been clipped. "
+            "What works: --trainer.precision bf16-mixed, or the optimizer without fused=True, or no gradient_clip_val"
+        )
     if "connectFullMesh" in text:
         return (
             "gloo, which carries objects between the ranks, took an address that other nodes do not reach. Name the "

@@ -61,6 +61,17 @@ def resolve_precision(requested: str | int, cards: list[Card]) -> Precision:
     return Precision(asked, "as asked")
 
 
+def low_note(precision: str) -> str | None:
+    """What is of 16 bits under a `true` precision of 16 bits, which mixed precision keeps in 32; None elsewhere."""
+    kind, _, extent = precision.partition("-")
+    if extent != "true" or "16" not in kind:
+        return None
+    return (
+        f"under {precision} the optimizer's weights are of 16 bits and lose small updates, and a batch's floats, "
+        f"targets too, are rounded to 16 bits; {kind}-mixed computes in 16 bits as well and keeps both in fp32"
+    )
+
+
 def _automatic(cards: list[Card]) -> Precision:
     if not cards:
         return Precision("32-true", "CPU")

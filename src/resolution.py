@@ -10,7 +10,7 @@ from src.batching import BatchPlan, divisors, plan_batches
 from src.command_line import CONFIGS, class_parameters
 from src.errors import UserError
 from src.hardware import Shape, check_shape, local_cards, other_card_note, process_environment, read_shape
-from src.precision import Precision, resolve_precision
+from src.precision import Precision, low_note, resolve_precision
 from src.strategies import resolve_strategy
 
 
@@ -45,7 +45,8 @@ def resolve(config: Namespace, files: list[str]) -> Resolution:
         # fp32 matrix products on TF32 units; without this they do not use tensor cores at all.
         torch.set_float32_matmul_precision("high")
     root = "trainer.default_root_dir has no effect: runs go to $RUN_ROOT" if trainer.default_root_dir else None
-    notes = [note for note in (batch_note, other_card_note(files, cards), precision.warning, root) if note]
+    of_precision = (precision.warning, low_note(precision.value))
+    notes = [note for note in (batch_note, other_card_note(files, cards), *of_precision, root) if note]
     return Resolution(shape, environment, precision, strategy, plan, _half(config, plan), notes)
 
 

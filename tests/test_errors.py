@@ -4,11 +4,13 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from src.errors import UserError, from_settings, hint
 from src.strategies import NAMES
+from tests.tiny import Line, loaders, quiet_trainer
 
 
 class Skipping(torch.nn.Module):
@@ -41,6 +43,22 @@ def test_unused_parameters_say_which_strategy_allows_them():
     assert text is not None
     assert "--trainer.strategy ddp_find_unused" in text
     assert "ddp_find_unused" in NAMES
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+def test_a_fused_optimizer_in_fp16_says_with_what_clipping_works():
+    """What Lightning raises where fp16, clipping and a fused optimizer meet is explained with what does go together."""
+
+    class Fused(Line):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), self.lr, fused=True)
+
+    trainer = quiet_trainer(max_steps=1, plugins=[MixedPrecision("16-mixed", "cpu")], gradient_clip_val=0.5)
+    with pytest.raises(RuntimeError) as raised:
+        trainer.fit(Fused(), *loaders(trainer, torch.ones(4, 1), 2))
+    text = hint(raised.value)
+    assert text is not None
+    assert "--trainer.precision bf16-mixed" in text
 
 
 def test_ranks_that_gloo_cannot_connect_name_the_setting():

@@ -1,10 +1,12 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from src.errors import UserError
-from src.precision import CHOICES, BF16Mixed, Card, refuse_mixed_cards, resolve_precision
+from src.precision import ALIASES, CHOICES, BF16Mixed, Card, low_note, refuse_mixed_cards, resolve_precision
+from tests.commands import SMALL, fit
 from tests.tiny import Line, loaders, quiet_trainer
 
 V100 = Card("Tesla V100-SXM2-32GB", (7, 0))
@@ -69,6 +71,36 @@ def test_fp16_on_a_cpu_is_refused(asked):
     with pytest.raises(UserError, match="use 32-true or bf16-mixed"):
         resolve_precision(asked, [])
     assert resolve_precision("bf16-mixed", []).warning is None
+
+
+@pytest.mark.parametrize("asked", [*CHOICES[1:], *ALIASES])
+def test_a_precision_that_cannot_work_names_those_that_do(asked):
+    """On a CPU every precision either works as it is or is refused in one line whose answers are not refused."""
+    try:
+        value = resolve_precision(asked, []).value
+    except UserError as refused:
+        said = str(refused)
+        assert "\n" not in said
+        works = [name for name in CHOICES if name in said.split("; ")[1].split()]
+        assert len(works) == 2
+        for name in works:
+            assert resolve_precision(name, []).value == name
+    else:
+        assert not value.startswith("16")
+
+
+@pytest.mark.parametrize("precision", CHOICES[1:])
+def test_what_is_rounded_to_16_bits_for_good_is_told(precision):
+    """Weights and targets of 16 bits are noted, with the precision that keeps both; it is one there is."""
+    note = low_note(precision)
+    assert (note is not None) == (precision in ("bf16-true", "16-true"))
+    assert note is None or any(f"{name} computes" in note for name in CHOICES if name.endswith("-mixed"))
+
+
+def test_the_command_says_what_is_rounded(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run in bf16-true trains, and its start says what that costs, whatever the strategy."""
+    fit(run_root, "low", *SMALL, "--trainer.precision", "bf16-true")
+    assert "under bf16-true the optimizer's weights are of 16 bits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("asked", ["fp16", "8", "transformer-engine", ""])

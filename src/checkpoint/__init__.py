@@ -10,7 +10,8 @@ runs/<name>/checkpoints/step=00000500.ckpt    the newest states, and those kept 
                         rolled-back/          those that `rollback` took back
 
 Nothing in a subfolder is ever gone on from, and nothing there is ever deleted. A file is a zip of tensors and plain
-types that `torch.load(path, weights_only=True)` reads.
+types that `torch.load(path, weights_only=True)` reads. Where an average of the weights is kept (`src.callbacks.ema`), a
+file has it beside them, and evaluation and `export` take the average.
 
 What a start says to a shell or a scheduler: 0 done, 1 crashed, 2 bad input, 65 no checkpoint is whole or still there,
 70 stopped by the circuit breaker, 71 out of memory (on this rank or another), 74 hung and ended by the watchdog,

@@ -147,11 +147,6 @@ class FSDP(DDP):
         notes = unit_notes(module, units)
         if self.ranks_per_shard == "node" and self.num_nodes == 1:
             notes.append("note: on one node fsdp_hybrid_shard is fsdp_full_shard")
-        if str(self.precision_plugin.precision) in ("bf16-true", "16-true"):
-            notes.append(
-                f"note: under {self.precision_plugin.precision} the optimizer's weights are of 16 bits and lose small "
-                "updates; under mixed precision fsdp gathers and computes in 16 bits too, and keeps fp32 weights"
-            )
         return notes
 
     def _policy(self) -> MixedPrecisionPolicy:

@@ -107,7 +107,7 @@ class Parts(LightningModule):
         return self.norm(self.last(self.first(self.frozen(batch * (batch_idx + 1))))).square().mean()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.means.append(self.norm.running_mean.item())  # type: ignore[union-attr, operator]
+        self.means.append(self.norm.running_mean.item())  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([part for part in self.parameters() if part.requires_grad], 0.1)

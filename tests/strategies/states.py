@@ -18,6 +18,7 @@ from src.strategies import resolve_strategy
 from src.strategies.fsdp import FSDP
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from tests.strategies.group import in_group
+from tests.strategies.pairs import PAIRS, tried
 from tests.tiny import loader, quiet_trainer
 
 STEPS, HALF, BATCH = 8, 4, 12
@@ -139,4 +140,5 @@ def ranks(rank: int, world: int, phase: int, runs: list[tuple[str, str, str]], f
             results[name] = run(Path(folder) / name, kind, strategy, rank, world, begin)
         if phase == 1:
             results["refused"] = refusals(world)
+            results["pairs"] = {"/".join(pair): tried(*pair, world) for pair in PAIRS}
     torch.save(results, Path(folder) / f"results-{phase}-{rank}.pt")

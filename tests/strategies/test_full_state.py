@@ -8,7 +8,7 @@ import torch
 
 from src.checkpoint.contents import average_in, rebuild
 from src.checkpoint.export import WRAPPERS
-from tests.strategies import states
+from tests.strategies import pairs, states
 
 SHAPES = [("auto", 1), ("ddp", 1), ("fsdp_full_shard", 1), ("fsdp_shard_grad_op", 1)]
 SHAPES += [("ddp", 2), ("fsdp_full_shard", 2), ("fsdp_shard_grad_op", 2)]
@@ -181,3 +181,19 @@ def test_what_cannot_be_divided_is_refused_in_one_line(seen):
     assert "first dimension and zero has none" in said["scalar"]
     assert said["mesh"].startswith("ranks_per_shard is 3, which does not divide the 2 ranks")
     assert all("\n" not in text for text in said.values())
+
+
+@pytest.mark.parametrize("pair", pairs.PAIRS, ids="/".join)
+def test_every_strategy_trains_in_every_precision(seen, pair):
+    """A batch's floats reach training and validation as they are, but for a `true` precision, which is of the batch."""
+    precision, exact = pair[1], torch.tensor(pairs.FINE).item()
+    kept = {"bf16-true": "torch.bfloat16", "64-true": "torch.float64"}.get(precision, "torch.float32")
+    value = 1232.0 if precision == "bf16-true" else exact
+    for of_rank in seen:
+        found = of_rank["pairs"]["/".join(pair)]
+        assert found == {
+            "seen": dict.fromkeys(("train", "val"), (kept, value)),
+            "finite": True,
+            "kept": kept,
+            "steps": 1,
+        }

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from src.errors import UserError
@@ -45,15 +44,11 @@ def test_a_name_means_its_settings(name, unused):
     ("strategy", "told"),
     [
         (FSDP(ranks_per_shard="node"), ["note: on one node fsdp_hybrid_shard is fsdp_full_shard"]),
-        (
-            FSDP(precision_plugin=HalfPrecision("bf16-true")),
-            ["note: under bf16-true the optimizer's weights are of 16"],
-        ),
         (FSDP(), []),
     ],
 )
 def test_what_a_setting_amounts_to_is_told(strategy, told):
-    """Hybrid sharding on one node, and weights of 16 bits, are noted; plain full sharding is not."""
+    """Hybrid sharding on one node is noted; plain full sharding is not."""
     notes = [note for note in strategy._notes(torch.nn.Linear(1, 1), []) if note.startswith("note: ")]
     assert [note[: len(start)] for note, start in zip(notes, told, strict=True)] == told
 
