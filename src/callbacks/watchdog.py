@@ -113,16 +113,16 @@ class Watchdog(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: D102
         self.begin("saving a checkpoint")
 
-    def on_validation_start(self, *args: object) -> None:  # noqa: D102
+    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102
         self.begin("fetching a batch to evaluate")
 
-    def on_validation_batch_start(self, *args: object) -> None:  # noqa: D102
+    def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102
         self.begin("the step of an evaluation")
 
-    def on_validation_batch_end(self, *args: object) -> None:  # noqa: D102
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102
         self.begin("fetching a batch to evaluate")
 
-    def on_validation_end(self, *args: object) -> None:  # noqa: D102
+    def on_validation_end(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102
         self.begin("the end of an evaluation")
 
     on_test_start = on_predict_start = on_validation_start

@@ -25,7 +25,15 @@ from tests.tiny import Line, loader, quiet_trainer
 
 
 def beat(rank: int, events: int, doing: str = "backward", host: str = "elsewhere", **more: Any) -> Beat:
-    facts = {"pid": 1, "born": 0, "number": 1, "clock": 0.0, "step": 7, "quiet": 300.0, "place": "x.py:1 (f)"}
+    facts: dict[str, Any] = {
+        "pid": 1,
+        "born": 0,
+        "number": 1,
+        "clock": 0.0,
+        "step": 7,
+        "quiet": 300.0,
+        "place": "x.py:1 (f)",
+    }
     return Beat(rank=rank, host=host, events=events, doing=doing, **facts | more)
 
 
@@ -63,7 +71,7 @@ def test_a_process_of_another_start_is_left_alone() -> None:
     """A silent rank's process is killed where it is the very one, never one that has got its number since."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     born = process_state(child.pid)[1]
-    here = {"host": socket.gethostname(), "pid": child.pid}
+    here: dict[str, Any] = {"host": socket.gethostname(), "pid": child.pid}
     end_process(beat(1, 20, **here, born=born - 1))
     end_process(beat(1, 20, **here | {"host": "elsewhere"}, born=born))
     assert child.poll() is None
@@ -95,6 +103,8 @@ def test_a_limit_that_is_no_time_is_refused(run_root: Path, minutes: str, capsys
 
 class Remembers(Watchdog):
     """Keeps the names of all events."""
+
+    noted: list[str]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_at":
