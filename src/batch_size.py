@@ -94,7 +94,7 @@ def search(sizes: list[int], attempt: Callable[[int], Trial], fits: Callable[[Tr
         trials.append(attempt(sizes[index]))
         good, bad = (index, bad) if fits(trials[-1]) else (good, index)
         doubled = (place for place, size in enumerate(sizes) if size >= 2 * sizes[index])
-        index = next(doubled, max(index + 1, len(sizes) - 1))
+        index = next(doubled, len(sizes))
     while bad - good > 1:
         middle = (good + bad) // 2
         trials.append(attempt(sizes[middle]))

@@ -214,7 +214,9 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, finder: Finder) 
     assert error.count("\n") == 1
 
 
-def test_a_launcher_is_refused(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_is_refused(
+    finder: Finder, world: list[tuple[int, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under torchrun each of two processes would start trials of its own."""
     launched = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     for name, value in launched.items():
@@ -222,3 +224,4 @@ def test_a_launcher_is_refused(finder: Finder, monkeypatch: pytest.MonkeyPatch) 
     code, _, error = finder(*TWO, *TASK)
     assert code == 2
     assert "start this command once, without a launcher" in error
+    assert world == []
