@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from src.batching import GlobalBatchSampler
+from src.callbacks import predictions
 from src.callbacks.predictions import WritePredictions
 from tests.tiny import Line, loader, quiet_trainer
 
@@ -28,10 +29,7 @@ def test_ranks_are_put_together_in_the_data_sets_order(tmp_path, monkeypatch, si
     """What 3 ranks predicted is joined in the order of the data, also where the last chunk leaves ranks without."""
     parts = [list(GlobalBatchSampler(size, 2, train=False, rank=rank, world_size=3)) for rank in range(3)]
 
-    def gather(everyone, _):
-        everyone[:] = parts
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(predictions, "gather_objects", lambda _: parts)
     writers = [WritePredictions(tmp_path / f"{rank}.pt") for rank in range(3)]
     for rank, writer in enumerate(writers):
         trainer: Any = SimpleNamespace(world_size=3, is_global_zero=rank == 0)
