@@ -34,8 +34,6 @@ from src.callbacks.circuit_breaker import CircuitBreaker
 from src.callbacks.ema import EMA
 from src.callbacks.free_gradients import FreeGradients
 from src.callbacks.global_batch import GlobalBatch
-from src.callbacks.hang_dump import record_collectives
-from src.callbacks.hang_limit import WatchdogSettings, fit_timeouts
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.out_of_memory import OutOfMemory
 from src.callbacks.predictions import WritePredictions
@@ -52,6 +50,8 @@ from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, with_defaults
 from src.errors import EXIT_OUT_OF_MEMORY, AgreedError, Stopped, TrippedError, UserError, from_settings, hint
 from src.files import write_text
+from src.hangs.dump import record_collectives
+from src.hangs.limit import WatchdogSettings, fit_timeouts
 from src.lock import release
 from src.loggers import keep_wandb_run, run_loggers
 from src.memory import is_out_of_memory

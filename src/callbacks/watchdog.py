@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 
-from src.callbacks.hang_dump import dump_collectives, dump_stacks, dumps
-from src.callbacks.hang_report import explain
-from src.callbacks.heartbeats import Beat, Heartbeats, Verdict, end_process, process_state, within
 from src.checkpoint.write import WholeFiles
 from src.errors import EXIT_HUNG
+from src.hangs.dump import dump_collectives, dump_stacks, dumps
+from src.hangs.heartbeats import Beat, Heartbeats, Verdict, end_process, process_state, within
+from src.hangs.report import explain
 
 PULSE = 5.0  # seconds between two signs of life, at most
 LAST_SAVE = 30  # seconds for a checkpoint that is being written, before all ends

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from src.callbacks.hang_dump import COLLECTIVES, dump_collectives, dumps, record_collectives
-from src.callbacks.hang_limit import WatchdogSettings, fit_timeouts
-from src.callbacks.hang_report import explain
-from src.callbacks.heartbeats import Beat, end_process, process_state
 from src.callbacks.watchdog import Watchdog
 from src.cli import main
 from src.errors import EXIT_HUNG
+from src.hangs.dump import COLLECTIVES, dump_collectives, dumps, record_collectives
+from src.hangs.heartbeats import Beat, end_process, process_state
+from src.hangs.limit import WatchdogSettings, fit_timeouts
+from src.hangs.report import explain
 from src.strategies import DDP
 from tests.commands import CPU, ROOT, SMALL, environment, read_json
 from tests.tiny import Line, loader, quiet_trainer

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from src.callbacks.heartbeats import process_state
 from src.errors import EXIT_HUNG
+from src.hangs.heartbeats import process_state
 from tests.commands import ROOT, TORCHRUN, TWO, environment, read_json, train
 from tests.distributed.test_two_processes import srun
 

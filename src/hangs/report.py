@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Iterable, Sequence
 
-from src.callbacks.heartbeats import Beat, is_here, process_state
+from src.hangs.heartbeats import Beat, is_here, process_state
 
 MOST = 8  # lines about the ranks that wait
 
