@@ -2,9 +2,11 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,16 +69,18 @@ def test_a_rank_that_ended_by_itself_left_word() -> None:
     assert "rank 1 on elsewhere ended with ValueError after step 7; rank 2 never gave a sign of life" in text
 
 
-def test_a_process_of_another_start_is_left_alone() -> None:
+def test_a_process_of_another_start_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent rank's process is killed where it is the very one, never one that has got its number since."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    born = process_state(child.pid)[1]
-    here: dict[str, Any] = {"host": socket.gethostname(), "pid": child.pid}
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    born = process_state(os.getpid())[1]
+    here: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
     end_process(beat(1, 20, **here, born=born - 1))
+    end_process(beat(1, 20, **here, born=0))
     end_process(beat(1, 20, **here | {"host": "elsewhere"}, born=born))
-    assert child.poll() is None
+    assert killed == []
     end_process(beat(1, 20, **here, born=born))
-    assert child.wait(10) == -9
+    assert killed == [(os.getpid(), signal.SIGKILL)]
 
 
 def test_the_watchdog_comes_before_the_collective_timeout() -> None:
@@ -128,6 +132,26 @@ def test_events_are_noted_as_they_come(tmp_path: Path) -> None:
         text,
     ), text
     assert watchdog._threads == []  # nothing watches a trainer that is done
+
+
+def test_time_in_which_the_process_did_not_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that jumps by far more than the limit is no hang; one that passes the limit bit by bit is."""
+    now, examined = [0.0], threading.Event()
+    monkeypatch.setattr("src.callbacks.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
+    watchdog = Watchdog(1)
+    monkeypatch.setattr(watchdog, "_examine", lambda at: examined.set())
+    trainer: Any = SimpleNamespace(global_rank=0, world_size=1)
+    watchdog.setup(trainer, Line(), "fit")
+    try:
+        now[0] += 1000
+        assert not examined.wait(1)
+        for _ in range(100):
+            now[0] += 0.2
+            if examined.wait(0.2):
+                break
+        assert examined.is_set()
+    finally:
+        watchdog.teardown(trainer, Line(), "fit")
 
 
 def test_one_process_with_a_stalled_loader_ends(tmp_path: Path) -> None:
