@@ -7,7 +7,7 @@ They work with a Trainer of your own, too, as soon as this package is imported:
     Trainer(strategy="fsdp_full_shard", devices=4)
     Trainer(strategy=FSDP(ranks_per_shard=2), devices=4)
 
-Every one trains in 32-true, bf16-mixed, bf16-true and 64-true, and on GPUs in 16-mixed and 16-true. There objects
+Every one trains in 32-true, bf16-mixed, bf16-true and 64-true; 16-mixed and 16-true want GPUs. There objects
 (`gather_objects(value)` has every rank's) and tensors in the host's memory travel over gloo, all else over NCCL; where
 gloo takes a network interface that other nodes do not reach, GLOO_SOCKET_IFNAME names another.
 """
