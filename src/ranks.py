@@ -16,7 +16,8 @@ def gather_objects(value: Any) -> list[Any]:
 
     Args:
         value: anything that can be pickled. Tensors that are on a GPU, also in dictionaries, lists and tuples, come in
-            the host's memory: pickled as they are, each would claim memory on its sender's GPU from every rank
+            the host's memory: pickled as they are, each would claim memory on its sender's GPU from every rank. What is
+            like a dictionary comes as a plain one
 
     """
     value = rebuild(value, lambda _, leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf)
