@@ -26,11 +26,15 @@ def hold(folder: Path) -> None:
 
     Raises:
         InUseError: somebody else holds it; the text says who.
+        UserError: the folder cannot be written to.
 
     """
     if folder in _locks:
         return
-    lock, until = (folder / ".lock").open("a+"), time.monotonic() + LOOK_SECONDS
+    try:
+        lock, until = (folder / ".lock").open("a+"), time.monotonic() + LOOK_SECONDS
+    except OSError as error:
+        raise UserError(f"the run folder {folder} cannot be written to ({error.strerror})") from error
     try:
         while not _is_locked(lock):
             if time.monotonic() > until:

@@ -24,7 +24,7 @@ from src.changes import changes, keep_config, refuse_changed
 from src.checkpoint.choose import NoWholeCheckpointError, newest
 from src.checkpoint.files import clear_temporary, fault, moved_aside, ours, rows_inside
 from src.errors import UserError
-from src.files import read_json, write_text
+from src.files import TEMPORARY, read_json, write_text
 from src.lock import hold
 from src.storage import require_room, run_root
 
@@ -115,9 +115,19 @@ def open_run(
         refuse_changed(folder, essentials or {}, allowed)
     else:
         _refuse_lost(folder)
-    (folder / "checkpoints").mkdir(exist_ok=True)
+    _make_writable(folder / "checkpoints")
     run.notes += keep_config(folder, config)
     return run
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+        probe = folder / TEMPORARY.format(name="probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"nothing can be saved in {folder} ({error.strerror})") from error
 
 
 def _refuse_lost(folder: Path) -> None:

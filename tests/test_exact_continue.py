@@ -24,10 +24,10 @@ RUN = [*SMALL, *KEEP, "--trainer.max_steps", "14", "--trainer.log_every_n_steps"
 
 
 def test_one_process_ends_as_if_it_had_not_been_killed(run_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in an epoch, between a step and its validation's row, or between epochs: same weights, same rows."""
+    """Killed in an epoch, between a step and its validation's row, between epochs or after the last step: no change."""
     assert main(["fit", *CPU, *RUN]) == 0
     whole = outcome(only_run(run_root))
-    for step in (3, 5, 12):
+    for step in (3, 5, 12, 14):
         root = run_root.parent / f"again-{step}"
         copy = cut_back(run_root / "killed", step, root)
         monkeypatch.setenv("RUN_ROOT", str(root))
@@ -37,7 +37,10 @@ def test_one_process_ends_as_if_it_had_not_been_killed(run_root: Path, monkeypat
 
 @pytest.mark.parametrize("task", sorted(path.stem for path in (CONFIGS / "tasks").glob("*.yaml")))
 def test_each_task_goes_on_exactly(task: str, run_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its own schedule, metrics and data, in the middle of an epoch: a schedule may ask for the loaders early."""
+    """With its own schedule, metrics and data, in the middle of an epoch: a schedule may ask for the loaders early.
+
+    And to more steps than were asked for before: a schedule may have taken the length into its state.
+    """
     keep = ["--checkpoint.every_n_steps", "1", "--checkpoint.keep", "99", "--trainer.log_every_n_steps", "3"]
     short = ["--trainer.max_steps", "9", "--trainer.limit_val_batches", "1", "--trainer.val_check_interval", "4"]
     command = ["fit", *CPU, "--task", task, *keep, *short, "--run", "killed"]
@@ -46,6 +49,9 @@ def test_each_task_goes_on_exactly(task: str, run_root: Path, monkeypatch: pytes
     monkeypatch.setenv("RUN_ROOT", str(run_root.parent / "again"))
     assert main(command) == 0
     assert list(differences(outcome(copy), outcome(run_root / "killed"))) == []
+    (copy / "DONE").unlink()
+    assert main([*command, "--trainer.max_steps", "12"]) == 0
+    assert outcome(copy)["global_step"] == 12
 
 
 class TwoOptimizers(SmallModule):
@@ -106,11 +112,17 @@ def events(run: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in board.Scalars("train/loss")]
 
 
-def test_two_processes_end_as_if_they_had_not_been_killed(tmp_path: Path) -> None:
+SHARDED = [
+    *("--trainer.strategy", "fsdp_full_shard", "--micro_batch_size", "2", "--data.num_workers", "2"),
+]
+
+
+@pytest.mark.parametrize("settings", [[], SHARDED], ids=["ddp", "fsdp-accumulation-workers"])
+def test_two_processes_end_as_if_they_had_not_been_killed(settings: list[str], tmp_path: Path) -> None:
     """Each rank's own random numbers come back: dropout on both goes on where it was."""
-    train(tmp_path / "whole", "fit", *TWO, *RUN)
+    train(tmp_path / "whole", "fit", *TWO, *RUN, *settings)
     copy = cut_back(tmp_path / "whole/killed", 7, tmp_path / "again")
-    done = train(tmp_path / "again", "fit", *TWO, *RUN)
+    done = train(tmp_path / "again", "fit", *TWO, *RUN, *settings)
     assert "continues from step 7" in done.stdout
     assert list(differences(outcome(copy), outcome(tmp_path / "whole/killed"))) == []
 

@@ -136,6 +136,22 @@ def test_all_checkpoints_must_fit(root, monkeypatch):
         open_run("mine", "letters", CONFIG, 2**30, checkpoints=5)
 
 
+@pytest.mark.parametrize(("name", "said"), [(".lock", "cannot be written to"), ("checkpoints", "nothing can be saved")])
+def test_a_run_folder_that_takes_no_files_is_refused(root, name, said):
+    """Before training, not at its end: neither the lock nor a checkpoint could be written."""
+    run = open_run("mine", "letters", CONFIG, 0)
+    release()
+    place = run.path / name
+    if place.is_dir():
+        place.rmdir()
+        place.touch()
+    else:
+        place.unlink()
+        place.mkdir()
+    with pytest.raises(UserError, match=said):
+        open_run("mine", "letters", CONFIG, 0)
+
+
 def test_two_runs_of_the_same_second_never_share_a_folder(root, monkeypatch):
     """Runs that start at once with the same configuration get folders of their own."""
     root.mkdir()

@@ -63,6 +63,7 @@ def as_boundary(checkpoint: dict[str, Any], trainer: Trainer) -> None:
     if batches["current"]["completed"] < trainer.num_training_batches and not batches["is_last_batch"]:
         for count in (epoch["total"], epoch["current"]):
             count["processed"] = count["completed"] = count["completed"] - 1
+        checkpoint["epoch"] = epoch["current"]["processed"]
     else:
         batches["current"] = dict.fromkeys(batches["current"], 0)
         batches["is_last_batch"] = False

@@ -61,11 +61,11 @@ class RandomNumbers:
     def load_rank_state(self, state: dict[str, Any]) -> None:  # noqa: D102
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
-        keys = state["numpy"]["keys"].numpy().astype(np.uint32)
+        keys = state["numpy"]["keys"].cpu().numpy().astype(np.uint32)
         np.random.set_state(("MT19937", keys, *state["numpy"]["rest"]))
-        torch.set_rng_state(state["torch"])
+        torch.set_rng_state(state["torch"].cpu())
         if self.device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self.device)
+            torch.cuda.set_rng_state(state["cuda"].cpu(), self.device)
 
     def merge(self, states: list[Any], rank: int) -> Any:
         """A rank that was not there before keeps the seed of its own."""

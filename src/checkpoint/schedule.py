@@ -54,10 +54,11 @@ class CheckpointSettings:
 
     def __str__(self) -> str:
         minutes = "" if self.every_n_minutes is None else f" or {self.every_n_minutes:g} min, whichever comes first"
+        behind = ", and what is trained while a state is being written" if self.asynchronous else ""
         epoch = ", at the end of each epoch too" if self.every_epoch else ""
         kept = "" if self.keep_every_n_steps is None else f", every {self.keep_every_n_steps} steps for good"
         return (
-            f"every {self.every_n_steps} steps{minutes} (the most that a kill can lose){epoch}; "
+            f"every {self.every_n_steps} steps{minutes} (the most that a kill can lose{behind}){epoch}; "
             f"the last {self.keep} stay{kept}"
         )
 

@@ -42,6 +42,37 @@ def test_the_newest_are_kept_and_the_end_is_one(tmp_path, fit, keep, expected):
     assert names(tmp_path) == [f"step={number}.ckpt" for number in expected]
 
 
+def test_an_end_inside_an_epoch_is_of_that_epoch(tmp_path, fit):
+    """What `list` shows: Lightning counts the epoch as done where the steps end."""
+    fit([SaveNewest(tmp_path, CheckpointSettings())], max_steps=22)
+    assert torch.load(tmp_path / "step=00000022.ckpt", weights_only=True)["epoch"] == 1
+
+
+def test_the_old_one_stays_until_the_new_one_was_read_back(tmp_path, fit, monkeypatch, capsys):
+    """A disk that says it has written and has not costs that save alone."""
+    save = torch.save
+
+    def losing(state, path):
+        save(state, path)
+        if state.get("global_step") == 4:
+            with path.open("rb+") as file:
+                file.seek(path.stat().st_size // 2)
+                file.write(b"\xff" * 512)
+
+    monkeypatch.setattr(torch, "save", losing)
+    present = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 6:
+                present.extend(names(tmp_path))
+
+    settings = CheckpointSettings(every_n_steps=2, keep=1, asynchronous=False)
+    fit([Watch(), SaveNewest(tmp_path, settings)], max_steps=8, plugins=[WholeFiles()])
+    assert present == ["step=00000002.ckpt", "step=00000004.ckpt"]
+    assert "warning: step 4 could not be saved" in capsys.readouterr().out
+
+
 def test_the_old_one_goes_when_the_new_one_is_there(tmp_path, fit):
     """While a state is being written, an older complete one is always on disk."""
     present = []

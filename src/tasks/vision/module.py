@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.classification import MulticlassAccuracy
 
 from src.errors import UserError
@@ -70,8 +70,15 @@ class VisionModule(LightningModule):
         # One kernel for all parameters; with fp16 it would unscale gradients itself, after they are clipped.
         fused = self.device.type == "cuda" and self.trainer.scaler is None
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay, fused=fused)
-        steps = self.trainer.estimated_stepping_batches
-        if steps == math.inf:
+        if self.trainer.estimated_stepping_batches == math.inf:
             raise UserError("a one-cycle schedule needs an end: set --trainer.max_epochs or --trainer.max_steps")
-        schedule = OneCycleLR(optimizer, self.lr, total_steps=int(steps))
+        # PyTorch's OneCycleLR keeps the length in its state: a run that is given more steps would end with an error.
+        schedule = LambdaLR(optimizer, self._lr_share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _lr_share(self, step: int) -> float:
+        """One cycle (Smith & Topin, 2018): from 1/25 of `lr` up over 30 % of the steps, then down to 0, as cosines."""
+        done = min(1.0, step / max(1, self.trainer.estimated_stepping_batches - 1))
+        if done < 0.3:
+            return 1 / 25 + 24 / 25 * (1 - math.cos(math.pi * done / 0.3)) / 2
+        return (1 + math.cos(math.pi * (done - 0.3) / 0.7)) / 2
