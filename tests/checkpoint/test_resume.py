@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
@@ -52,3 +53,26 @@ def test_a_shortened_epoch_is_over_where_it_ends(tmp_path, stop):
     whole = fit(11)
     fit(stop)
     assert fit(11, tmp_path / f"step={stop:08d}.ckpt") == whole[stop:]
+
+
+def test_going_on_reads_nothing_of_what_was_trained_on(tmp_path):
+    """The sampler begins where it was: a large data set is not read through to get there."""
+
+    class Counting(Dataset):
+        reads = 0
+
+        def __len__(self) -> int:
+            return len(DATA)
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            self.reads += 1
+            return DATA[index]
+
+    def reads(steps, resume=None):
+        data, saver = Counting(), SaveNewest(tmp_path, CheckpointSettings(keep=99))
+        trainer = quiet_trainer(callbacks=[saver], max_steps=steps)
+        trainer.fit(Line(), loader(trainer, data, 4, train=True), ckpt_path=resume, weights_only=True)
+        return data.reads
+
+    assert reads(5) == 5 * 4
+    assert reads(9, tmp_path / "step=00000005.ckpt") == 4 * 4
