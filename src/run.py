@@ -12,6 +12,7 @@ runs/<name>/config.yaml      the merged configuration; feed it back with --confi
 
 import datetime
 import difflib
+import glob
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -22,11 +23,13 @@ import yaml
 
 from src.changes import changes, keep_config, refuse_changed
 from src.checkpoint.choose import NoWholeCheckpointError, newest
-from src.checkpoint.files import clear_temporary, fault, moved_aside, ours, rows_inside
+from src.checkpoint.files import clear_temporary, fault, moved_aside, ours, place_inside, rows_inside
 from src.errors import UserError
 from src.files import TEMPORARY, read_json, write_text
-from src.lock import hold
+from src.lock import hold, owner
 from src.storage import require_room, run_root
+
+NAME = "{task}-{date}-{hash}"  # of a run that the user gave none; the hash is the configuration's
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Run:
     checkpoint: str | None = None  # where training goes on
     step: int = 0  # steps done in it
     rows: int = 0  # of its steps, as loggers count them
+    place: str = ""  # in the data, for people to read
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -94,6 +98,7 @@ def open_run(
         name = _free_name(root, name)
     if name is None:
         require_room(root, checkpoint_bytes, checkpoints)
+        notes += _unfinished(root, task, config)
         folder = _new_folder(root, task, config)
         run = Run(str(folder), "new", notes=notes)
     else:
@@ -112,6 +117,7 @@ def open_run(
     clear_temporary(folder / "checkpoints")
     if found := newest(folder / "checkpoints", quarantine=True):
         run.checkpoint, run.step, run.rows = str(found[0]), found[1], rows_inside(found[0])
+        run.place = place_inside(found[0])
         refuse_changed(folder, essentials or {}, allowed)
     else:
         _refuse_lost(folder)
@@ -164,8 +170,7 @@ def _free_name(root: Path, name: str) -> str:
 
 def _new_folder(root: Path, task: str, config: str) -> Path:
     """A folder that nobody else has: two runs of the same second and configuration get different ones."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    base = f"{task}-{stamp}-{hashlib.sha256(config.encode()).hexdigest()[:6]}"
+    base = NAME.format(task=task, date=datetime.datetime.now().strftime("%Y%m%d-%H%M%S"), hash=_hash(config))
     for number in range(1, 1000):
         folder = root / (base if number == 1 else f"{base}-{number}")
         try:
@@ -174,6 +179,19 @@ def _new_folder(root: Path, task: str, config: str) -> Path:
             continue
         return folder
     raise UserError(f"{root} already has 999 runs called {base}; name yours with --run")
+
+
+def _unfinished(root: Path, task: str, config: str) -> list[str]:
+    """A note where an earlier start of the very same configuration has left something that could be continued."""
+    alike = sorted(root.glob(NAME.format(task=glob.escape(task), date="*", hash=_hash(config)) + "*"), reverse=True)
+    for run in alike:
+        if not (run / "DONE").exists() and ours(run / "checkpoints", "newest") and owner(run) is None:
+            return [f"run {run.name} has the same configuration and is not finished: --run {run.name} continues it"]
+    return []
+
+
+def _hash(config: str) -> str:
+    return hashlib.sha256(config.encode()).hexdigest()[:6]
 
 
 def _last_step(folder: Path) -> int:

@@ -1,6 +1,7 @@
 """What a start says about itself: the block at the top of its output, and the command that goes on with its run."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
@@ -59,7 +60,7 @@ def block(
     run: Run, facts: dict[str, Any], here: Resolution, settings: Namespace, saves: str | None, again: str
 ) -> list[tuple[str, str]]:
     """The lines, as (name, text)."""
-    state = f"continues from step {run.step}" if run.step else "new"
+    state = f"continues from step {run.step}: {Path(run.checkpoint or '').name}, {run.place}" if run.step else "new"
     if run.checkpoint and not run.step:
         state += f", starts from {run.checkpoint}"
     batch = str(here.plan) if here.plan else f"as {class_name(settings.data or settings.model)}'s loaders say"

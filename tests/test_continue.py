@@ -2,13 +2,15 @@
 
 import fcntl
 import os
+import shlex
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 
 from src.cli import main
-from tests.commands import BORING, CPU, SMALL, fit, read_json, rows
+from tests.commands import BORING, CPU, SMALL, fit, only_run, read_json, rows
 
 
 def test_a_finished_run_does_nothing_more(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,18 +72,6 @@ def test_a_timer_without_an_end_ends_nothing(run_root: Path) -> None:
     assert (run_root / "timed/DONE").exists()
 
 
-def test_a_run_in_use_is_refused(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two commands on one run would write twice into the same files: the second one is told who is there."""
-    (run_root / "busy").mkdir(parents=True)
-    with (run_root / "busy" / ".lock").open("w") as lock:
-        lock.write("process 1 on node7")
-        lock.flush()
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert main(["fit", *CPU, *SMALL, "--run", "busy"]) == 75
-    assert "being trained right now by process 1 on node7" in capsys.readouterr().err
-    assert main(["fit", *CPU, *SMALL, "--run", "busy"]) == 0
-
-
 def test_a_run_keeps_its_model(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another model under the name of a run is refused and changes nothing there."""
     run = fit(run_root, "mine", *BORING, "--trainer.max_steps", "2")
@@ -125,6 +115,26 @@ def unfinished(run_root: Path) -> Path:
     return run
 
 
+def test_a_run_in_use_is_refused(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two commands on one run would write twice into the same files: the second one is told who is there.
+
+    It touches nothing, neither what the first one is writing right now nor the configuration.
+    """
+    (unfinished / "checkpoints/.half.tmp").write_text("of a save that has just begun")
+    with (unfinished / ".lock").open("w") as lock:
+        lock.write("process 1 on node7")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = {
+            path: (path.stat().st_mtime_ns, path.read_bytes()) for path in unfinished.rglob("*") if path.is_file()
+        }
+        assert main(["fit", *CPU, *UNFINISHED, "--checkpoint.keep", "1", "--run", "mine"]) == 75
+        after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in unfinished.rglob("*") if path.is_file()}
+    assert after == before
+    assert "being trained right now by process 1 on node7" in capsys.readouterr().err
+    assert main(["fit", *CPU, *UNFINISHED, "--run", "mine"]) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "option", "value", "was"),
     [("global_batch_size", "--global_batch_size", "16", 8), ("seed_everything", "--seed_everything", "7", 42)],
@@ -162,6 +172,25 @@ def test_a_fresh_start_leaves_the_old_run_alone(unfinished: Path, capsys: pytest
     assert {path: path.read_bytes() for path in unfinished.rglob("*") if path.is_file()} == before
 
 
+def test_the_printed_command_continues(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The start, the summary and the last line of a run that has no name of the user's say one and the same command."""
+    slot = ["--trainer.max_steps", "100000", "--trainer.max_time", "00:00:00:01"]
+    assert main(["fit", *CPU, *SMALL, *slot]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    (again,) = (line.split(maxsplit=1)[1] for line in lines if line.startswith("continue "))
+    run = only_run(run_root)
+    assert read_json(run / "summary.json")["continue_command"] == again == last.split("; continue with: ")[1]
+    words = shlex.split(again)
+    assert words[:3] == ["python", "-m", "src.cli"]
+    assert main(["fit", *CPU, *SMALL, *slot]) == 0
+    assert f"run {run.name} has the same configuration and is not finished: --run {run.name}" in capsys.readouterr().out
+    for other in set(run_root.iterdir()) - {run}:
+        shutil.rmtree(other)
+    assert main([*words[3:], "--trainer.max_steps", "1"]) == 0
+    assert only_run(run_root) == run
+    assert (run / "DONE").exists()
+
+
 def test_a_run_that_was_moved_and_renamed_goes_on(
     unfinished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,4 +221,5 @@ def test_the_newest_is_found_by_what_is_inside(unfinished: Path, capsys: pytest.
     (folder / "step=00000003.ckpt").rename(folder / "step=00000000.ckpt")
     os.utime(folder / "step=00000000.ckpt", (0, 0))  # a clock that was set back
     assert main(["fit", *CPU, *UNFINISHED, "--run", "mine"]) == 0
-    assert "continues from step 3" in capsys.readouterr().out
+    said = "continues from step 3: step=00000000.ckpt, epoch 0, 24 of its 512 samples done"
+    assert said in capsys.readouterr().out

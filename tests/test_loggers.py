@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from src.loggers import keep_wandb_run
 from src.run import Run
+from tests.commands import CPU, train
 
 
 class WandbLogger(CSVLogger):
@@ -30,6 +31,19 @@ def test_every_start_has_the_id_of_the_first(run: Run, monkeypatch: pytest.Monke
     keep_wandb_run(run, [WandbLogger(run.path)])
     assert os.environ["WANDB_RUN_ID"] == first
     assert os.environ["WANDB_RESUME"] == "allow"
+
+
+def test_both_starts_of_a_run_are_one_wandb_run(tmp_path: Path) -> None:
+    """The real package, offline: a run that crashed and the start that continues it have one id there."""
+    pytest.importorskip("wandb", reason="needs the extra: pip install -e '.[wandb]'")
+    crash = ["--model", "tests.crash.CrashAtStep", "--checkpoint.monitor", "none", "--checkpoint.every_n_steps", "2"]
+    logger = ["--trainer.logger", "WandbLogger", "--trainer.logger.save_dir", str(tmp_path)]
+    command = ["fit", *CPU, *crash, *logger, "--trainer.max_steps", "6", "--run", "both", "--model.crash_at"]
+    assert train(tmp_path, *command, "5", check=False, WANDB_MODE="offline").returncode == 1
+    train(tmp_path, *command, "-1", WANDB_MODE="offline")
+    starts = list(tmp_path.glob("wandb/offline-run-*"))
+    assert len(starts) == 2
+    assert {path.name.rsplit("-", 1)[1] for path in starts} == {(tmp_path / "both/wandb_id").read_text()}
 
 
 def test_an_id_from_outside_is_the_runs_id(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,18 @@ import torch
 
 from src import selftest
 from src.checkpoint.compare import differences
-from tests.commands import CPU, SMALL
+from tests.commands import CPU, SMALL, TWO
 
 STEPS = ["--trainer.max_steps", "40", "--trainer.log_every_n_steps", "3", "--model.dropout", "0.3"]
 
 
+@pytest.mark.parametrize("config", [CPU, TWO], ids=["one", "two"])
 def test_a_killed_run_is_found_bit_identical(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two SIGKILLs at random moments, and what was given behind `--` is what was trained."""
+    """Two SIGKILLs of all ranks at random moments, and what was given behind `--` is what was trained."""
     monkeypatch.chdir(Path(selftest.__file__).parent.parent)
-    assert selftest.main(["resume", "--kills", "2", "--", *CPU, *SMALL, *STEPS]) == 0
+    assert selftest.main(["resume", "--kills", "2", "--", *config, *SMALL, *STEPS]) == 0
     output = capsys.readouterr().out
     assert "bit-identical" in output
     assert "newest: step=" in output

@@ -80,6 +80,16 @@ def rows_inside(path: Path) -> int:
     return int(loops["epoch_loop.state_dict"]["_batches_that_stepped"] if manual else content["global_step"])
 
 
+def place_inside(path: Path) -> str:
+    """Where in the data a checkpoint's run is, for people to read; loaders that keep no position have none."""
+    content = _content(path)
+    loaders = content["loops"].get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
+    keys = {"epoch", "samples", "size"}
+    places = [state for state in loaders if isinstance(state, dict) and keys <= state.keys()]
+    epoch = f"epoch {places[0]['epoch'] if places else content['epoch']}"
+    return ", ".join([epoch, *(f"{place['samples']} of its {place['size']} samples done" for place in places)])
+
+
 def goes_on(path: Path) -> bool:
     """Whether training can go on from a file: one of weights alone, as a user's ModelCheckpoint may save, is none."""
     return kind_by_name(path) != "other" or "optimizer_states" in _content(path)

@@ -64,6 +64,7 @@ def list_checkpoints(run: Path, before_step: int | None, as_json: bool) -> None:
     else:
         head = ("STEP", "EPOCH", "METRIC", "SIZE", "AGE", "VALID", "KIND", "FILE")
         print(table(head, [_row(entry) for entry in found], right=(0, 1, 3, 4)))
+        print("VALID is what a quick look finds; `verify` reads every byte")
     if unknown and before_step is not None:
         print(f"not shown: {len(unknown)} damaged, of which no step can be read")
 

@@ -52,7 +52,7 @@ class SaveNewest(Callback):
         self._loaded: list[dict[str, Any]] | None = None
         self._best: Best | None = None
         self._bad: int | None = None
-        self._accumulation = 1
+        self._rounding: dict[str, Any] = {}
         self._ended = self._checked = self._told = False
 
     # --- when ---
@@ -70,7 +70,7 @@ class SaveNewest(Callback):
                 "steps; gradients that it keeps from one batch to the next are not saved"
             )
         self.schedule.begin(trainer)
-        self._ended, self._accumulation = False, trainer.accumulate_grad_batches
+        self._ended, self._rounding = False, rounding(trainer)
         own: dict[str, Keeper] = {
             "random": RandomNumbers(trainer.strategy.root_device),
             "metrics": EpochMetrics(trainer, pl_module),
@@ -117,7 +117,7 @@ class SaveNewest(Callback):
     def state_dict(self) -> dict[str, Any]:
         """What every rank alone knows. Collective, as saving is."""
         states = gather_objects({name: keeper.rank_state() for name, keeper in self.keepers.items()})
-        return {"ranks": states, "accumulation": self._accumulation}
+        return {"ranks": states, "rounding": self._rounding}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         self._loaded = state["ranks"]
@@ -135,12 +135,12 @@ class SaveNewest(Callback):
         """Lightning counts micro batches, of which a step may have had another number, and forgets `should_stop`."""
         # A callback may ask for the end before `min_steps`, and does not ask again.
         trainer.should_stop = trainer.should_stop or checkpoint.get("should_stop", False)
-        before = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("accumulation")
-        now = trainer.accumulate_grad_batches
-        if before and before != now:
-            in_batches_of(checkpoint, before, now)
-            if trainer.is_global_zero:
-                print(f"note: a step was of {before} micro batches and is of {now}: not bit for bit, but to rounding")
+        before, now = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("rounding", {}), rounding(trainer)
+        if trainer.is_global_zero and (changed := [name for name in before if before[name] != now.get(name)]):
+            was = ", ".join(f"{name} {before[name]} (now {now.get(name)})" for name in changed)
+            print(f"note: the checkpoint is of {was}: it goes on to rounding, not bit for bit")
+        if before:
+            in_batches_of(checkpoint, before["micro batches"], now["micro batches"])
 
     def _restore(self, trainer: Trainer) -> None:
         states, self._loaded = self._loaded, None
@@ -225,6 +225,16 @@ class SaveNewest(Callback):
 def _out_of_time(trainer: Trainer) -> bool:
     timers = [part for part in trainer.callbacks if isinstance(part, Timer)]  # type: ignore[attr-defined]
     return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers)
+
+
+def rounding(trainer: Trainer) -> dict[str, Any]:
+    """What the last bits of a step depend on, beside the number of processes."""
+    return {
+        "micro batches": trainer.accumulate_grad_batches,
+        "strategy": type(trainer.strategy).__name__,
+        "precision": str(trainer.precision),
+        "device": trainer.strategy.root_device.type,
+    }
 
 
 def background(trainer: Trainer, wanted: bool) -> WholeFiles | None:

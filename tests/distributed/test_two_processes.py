@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from src.checkpoint.compare import differences, outcome
+from src.checkpoint.files import step_in_name
 from tests.commands import (
     CPU,
     PROBE,
@@ -156,9 +158,13 @@ def test_one_broken_rank_ends_all_and_the_summary_says_so(tmp_path: Path) -> Non
 
 
 def test_a_killed_rank_leaves_a_summary(tmp_path: Path) -> None:
-    """Kill -9 on rank 1: the command ends, and rank 0 has written why, how far and how to go on."""
-    endless = ["--trainer.max_steps", "100000", "--checkpoint.every_n_steps", "20"]
-    command = [sys.executable, "-m", "src.cli", "fit", *TWO, *SMALL, *endless, "--run", "killed"]
+    """Kill -9 on rank 1: the command ends, and rank 0 has written why, how far and how to go on.
+
+    It loses no more than the steps between two saves, and the run ends as one that nobody has killed.
+    """
+    saves = ["--checkpoint.every_n_steps", "20", "--checkpoint.asynchronous", "false"]
+    settings = [*TWO, *SMALL, *saves, "--run", "killed", "--trainer.max_steps"]
+    command = [sys.executable, "-m", "src.cli", "fit", *settings, "100000"]
     pipe = subprocess.PIPE
     first = subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), stdout=pipe, stderr=pipe)
     run = tmp_path / "killed"
@@ -175,6 +181,12 @@ def test_a_killed_rank_leaves_a_summary(tmp_path: Path) -> None:
     assert summary["last_step"] >= 20
     assert "--run killed" in summary["continue_command"]
     assert Path(summary["last_checkpoint"]).exists()
+    saved = step_in_name(Path(summary["last_checkpoint"]))
+    assert saved <= summary["last_step"] <= saved + 20
+    again = train(tmp_path, "fit", *settings, str(saved + 10))
+    assert f"continues from step {saved}" in again.stdout
+    train(tmp_path / "whole", "fit", *settings, str(saved + 10))
+    assert list(differences(outcome(run), outcome(tmp_path / "whole/killed"))) == []
 
 
 def test_sigterm_to_every_process_ends_the_run_at_once(tmp_path: Path) -> None:
