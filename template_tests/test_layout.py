@@ -18,7 +18,7 @@ DOT = "{{cookiecutter.__dot}}"
 TEMPLATE_ONLY = {
     *(TEMPLATE, "cookiecutter.json", "hooks", "template_tests", "GNUmakefile"),
     *(".ci", ".github/workflows/template.yaml"),
-    *("benchmarks", "docs"),  # how fast this code was measured to be
+    "benchmarks",  # how fast this code was measured to be
 }
 # Written anew for each project.
 RENDERED = {"README.md", "LICENSE", "project.yaml"}
