@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 
 from src.tasks.language import LanguageModule
 from tests.tiny import loaders, quiet_trainer
@@ -71,6 +72,14 @@ def test_only_matrices_decay():
     ids = [id(p) for group in groups for p in group["params"]]
     assert sorted(ids) == sorted({id(p) for p in model.parameters()})
     assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [(0.3, {2}), (0.0, {1})]
+
+
+def test_a_sample_is_drawn_where_the_model_was_trained(fit, capsys, monkeypatch):
+    """Before Lightning brings the model to the CPU, where a large one takes minutes."""
+    monkeypatch.setattr(Strategy, "teardown", lambda self: print("to the CPU"))
+    fit(steps=1, sample_bytes=5)
+    said = capsys.readouterr().out
+    assert 0 < said.find("--- sample ---") < said.find("to the CPU")
 
 
 def test_a_sample_is_printed_when_training_ends(fit, capsys):
