@@ -8,7 +8,7 @@ train: setup
 	$(BIN)/python -m src.cli fit --config $(CONFIG)
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -63,6 +63,7 @@ from src.start import block as start_block
 from src.start import continue_command
 from src.start import facts as start_facts
 from src.strategies import DDP, NAMES
+from src.strategies.fsdp import choose_format
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from src.trainer import ProjectTrainer
 
@@ -327,7 +328,7 @@ class ProjectCLI(LightningCLI):
         )
         timeout, watchdog = self.settings.collective_timeout_minutes, self.config_init[self.command].watchdog
         self.hang_limit, notes = fit_timeouts(trainer.strategy, timeout, watchdog)
-        self.here.notes += notes
+        self.here.notes += [*notes, *choose_format(trainer.strategy, self.config_init[self.command].checkpoint.format)]
         return trainer
 
     @staticmethod

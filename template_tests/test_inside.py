@@ -84,5 +84,5 @@ def test_all_tests_pass_without_an_example(tasks: list[str], repo: Path, tmp_pat
     done = run(PYTHON, "-m", "src.cli", "fit", "--config", "configs/cpu.yaml", cwd=project, check=False)
     assert done.returncode == 2
     assert f"task '{tasks[0]}' is unknown" in done.stderr
-    workers = ("--numprocesses", "auto", "--maxprocesses", "4", "--dist", "worksteal")  # as `make test` has it
+    workers = ("--numprocesses", "auto", "--maxprocesses", "4", "--dist", "loadfile")  # as `make test` has it
     assert " passed" in run(PYTHON, "-m", "pytest", *workers, cwd=project).stdout

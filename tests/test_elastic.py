@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from src.checkpoint.__main__ import main as checkpoint
 from tests.commands import CPU, TWO, cut_back, rows, train
-from tests.small_task import SmallModule
+from tests.small_task import SmallModule, SmallNet
 
 # Five steps per epoch, the last one of a smaller batch; 50 steps, a validation in each epoch.
 RUN = [
@@ -78,6 +80,21 @@ def test_a_run_goes_on_in_another_shape(
             assert (new[name] == "") == (old[name] == ""), (old["step"], name)
             if old[name]:
                 assert float(new[name]) == pytest.approx(float(old[name]), abs=1e-4), (old["step"], name)
+
+
+def test_the_weights_of_a_sharded_run_load_into_the_plain_network(
+    whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One process puts them together; they are those of the run on two whole processes, to rounding."""
+    saved = {}
+    for name in ("two", "two-sharded"):
+        out = tmp_path / f"{name}.pt"
+        assert checkpoint(["export", str(whole[name]), "--step", "50", str(out)]) == 0
+        SmallNet(depth=2).load_state_dict(torch.load(out, weights_only=True), strict=True)
+        saved[name] = torch.load(out, weights_only=True)
+    assert "step 50 of run elastic" in capsys.readouterr().out
+    for key, value in saved["two"].items():
+        torch.testing.assert_close(saved["two-sharded"][key], value, rtol=0, atol=1e-4)
 
 
 def test_another_number_of_processes_must_be_meant(whole: dict[str, Path], tmp_path: Path) -> None:

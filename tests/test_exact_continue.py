@@ -117,15 +117,19 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize("settings", [[], SHARDED], ids=["ddp", "fsdp-accumulation-workers"])
-def test_two_processes_end_as_if_they_had_not_been_killed(settings: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "damaged"),
+    [([], "step=00000008.ckpt"), (SHARDED, "shards/step=00000008-*.1-of-2.pt")],
+    ids=["ddp", "fsdp-accumulation-workers"],
+)
+def test_two_processes_end_as_if_they_had_not_been_killed(settings: list[str], damaged: str, tmp_path: Path) -> None:
     """Each rank's own random numbers come back: dropout on both goes on where it was.
 
     Rank 0 chooses for both, and says so once: from the state before a damaged one.
     """
     train(tmp_path / "whole", "fit", *TWO, *RUN, *settings)
     copy = cut_back(tmp_path / "whole/killed", 8, tmp_path / "again")
-    newest = copy / "checkpoints/step=00000008.ckpt"
+    (newest,) = copy.glob(f"checkpoints/{damaged}")
     newest.write_bytes(newest.read_bytes()[:-4096])
     done = train(tmp_path / "again", "fit", *TWO, *RUN, *settings)
     assert done.stdout.count("is no whole checkpoint and is moved to") == 1

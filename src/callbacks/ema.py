@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from src.checkpoint.contents import AVERAGE
 from src.errors import UserError
-from src.strategies.full_state import full, like
+from src.strategies.full_state import like
 
 
 class EMA(Callback):
@@ -56,7 +56,7 @@ class EMA(Callback):
         # While the average is in their place: the weights, and where they belong.
         self._held: dict[str, Tensor] = {}
         self._replaced: dict[str, Tensor] = {}
-        self._step, self._writes = 0, True
+        self._step = 0
 
     @property
     def state_key(self) -> str:
@@ -67,7 +67,7 @@ class EMA(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find what is averaged, when it has been sharded and brought to its device."""
-        self._step, self._writes = trainer.global_step, trainer.is_global_zero
+        self._step = trainer.global_step
         # Kept from here on: between two passes FSDP may have others registered, which it has gathered.
         self._parameters = {name: part for name, part in pl_module.named_parameters() if part.requires_grad}
         kept = pl_module.state_dict().keys()
@@ -147,9 +147,9 @@ class EMA(Callback):
     # --- save and load ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole average, under the names that the weights have. Collective."""
-        whole = full(self.averages, self._writes)
-        return {"weights": {name: whole[first] for name, first in self._names.items()}} if whole else {}
+        """The average under the names that the weights have, sharded where they are."""
+        average = self.averages
+        return {"weights": {name: average[first] for name, first in self._names.items()}} if average else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102
         self._loaded = state_dict["weights"]

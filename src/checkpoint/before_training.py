@@ -1,7 +1,5 @@
 """Refuses before the first step what would fail at the first save."""
 
-from typing import Any
-
 from lightning import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -38,14 +36,7 @@ def refuse_state(trainer: Trainer) -> None:
         AgreedError: where it is, and what to do.
 
     """
-    strategy: Any = trainer.strategy
-    # Each rank's part will do: a sharded strategy would put the whole state together, to be thrown away.
-    strategy.lightning_module_state_dict = lambda: strategy.lightning_module.state_dict()
-    strategy.optimizer_state = lambda optimizer: optimizer.state_dict()
-    try:
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    finally:
-        del strategy.lightning_module_state_dict, strategy.optimizer_state
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     try:
         refuse_unsafe(checkpoint)
     except UserError as error:

@@ -9,6 +9,7 @@ import torch
 
 from src.checkpoint.choose import newest
 from src.checkpoint.contents import average_in
+from src.checkpoint.shards import load
 from src.errors import UserError
 
 STATES = ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step", "epoch")
@@ -32,7 +33,7 @@ def outcome(run: Path) -> dict[str, Any]:
             rows = [
                 {key: text for key, text in row.items() if not key.startswith("perf/")} for row in csv.DictReader(file)
             ]
-    content = _content(found[0])
+    content = load(found[0])
     ranks = content.get("callbacks", {}).get("SaveNewest", {}).get("ranks")
     data = content.get("loops", {}).get("fit_loop", {}).get("state_dict")
     return states(found[0]) | {"data": data, "ranks": ranks, "metrics.csv": rows}
@@ -40,13 +41,9 @@ def outcome(run: Path) -> dict[str, Any]:
 
 def states(path: Path) -> dict[str, Any]:
     """What a checkpoint file brings back of a training, on the CPU."""
-    checkpoint = _content(path)
+    checkpoint = load(path)
     average = average_in(checkpoint)
     return {key: checkpoint[key] for key in STATES if key in checkpoint} | ({"average": average} if average else {})
-
-
-def _content(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def differences(left: Any, right: Any, name: str = "") -> Iterator[str]:

@@ -13,6 +13,7 @@ import torch
 
 from src.checkpoint.choose import newest
 from src.checkpoint.files import fault, kind_by_name
+from src.checkpoint.shards import PARTS, lacking
 from src.errors import UserError
 from src.run import existing_run
 from src.storage import run_root
@@ -105,6 +106,8 @@ def look(path: Path) -> Entry | None:
         with zipfile.ZipFile(path):  # its directory is at the end: a torn file is named as such
             pass
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        entry.size += sum(content.get(PARTS, {}).values())
+        entry.reason = lacking(content, path)
         entry.step = int(content["global_step"])
         entry.epoch = content.get("epoch")
         entry.weights_only = entry.kind == "other" and "optimizer_states" not in content

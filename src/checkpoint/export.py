@@ -10,6 +10,7 @@ import torch
 from src.checkpoint.contents import average_in
 from src.checkpoint.entries import Entry, candidates, look, restart_from, run_of, steps_there
 from src.checkpoint.files import fault
+from src.checkpoint.shards import load
 from src.checkpoint.units import size
 from src.errors import UserError
 from src.files import replacing
@@ -41,7 +42,7 @@ def export(wish: Wish) -> None:
     """
     _check(wish)
     entry = _chosen(wish)
-    content = torch.load(entry.path, map_location="cpu", weights_only=True, mmap=True)
+    content = load(entry.path)
     if not isinstance(content.get("state_dict"), dict):
         raise UserError(f"{entry.path} holds no state_dict: give a checkpoint that training wrote")
     average = {} if wish.trained else average_in(content)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from src.checkpoint import shards
 from src.files import TEMPORARY
 
 # What training itself saves under `checkpoints/`. A ModelCheckpoint of the user's writes there too, under other names.
@@ -17,6 +18,11 @@ def kind_by_name(path: Path) -> str:
     """`newest` or `best`, and `other` for what somebody else has saved: that is neither deleted nor counted as ours."""
     found = OURS.fullmatch(path.stem) if path.suffix == ".ckpt" else None
     return "other" if found is None else "best" if found[1] else "newest"
+
+
+def is_of_a_run(path: Path) -> bool:
+    """Whether training goes on from there, and it is not moved aside or somebody else's."""
+    return path.parent.name == "checkpoints" and kind_by_name(path) != "other"
 
 
 def ours(folder: Path, kind: str) -> list[Path]:
@@ -42,18 +48,33 @@ def fault(path: Path) -> str | None:
     Every byte is read: torch.save writes a zip with a checksum per tensor, and a memory-mapped load looks at none of
     them (4 KB of zeros in the middle of a file were found only so).
     """
+    if reason := _torn(path):
+        return reason
+    try:
+        content = _content(path)
+        int(content["global_step"])
+    except Exception as error:  # what pickle, torch or a missing key may raise
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    if reason := shards.lacking(content, path):
+        return reason
+    for part in shards.parts_of(content, path):
+        if reason := _torn(part):
+            return f"{part.parent.name}/{part.name}, a part of it: {reason}"
+    return None
+
+
+def _torn(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             torn = archive.testzip()
     except Exception as error:  # a torn zip fails in many ways
         return f"{type(error).__name__}: {error}"
-    if torn is not None:
-        return f"the checksum of {torn} in it is wrong"
-    try:
-        steps_inside(path)
-    except Exception as error:  # what pickle, torch or a missing key may raise
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return None
+    return None if torn is None else f"the checksum of {torn} in it is wrong"
+
+
+def bytes_of(path: Path) -> int:
+    """How much room a checkpoint takes, its parts too."""
+    return path.stat().st_size + sum(_content(path).get(shards.PARTS, {}).values())
 
 
 def unreadable(path: Path) -> str | None:
@@ -101,5 +122,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 def clear_temporary(folder: Path) -> None:
     """Remove what a killed save has left; only for the one process that owns the run."""
-    for path in folder.glob(TEMPORARY.format(name="*")):
-        path.unlink()
+    for place in (folder, folder / shards.FOLDER):
+        for path in place.glob(TEMPORARY.format(name="*")):
+            path.unlink()
+    shards.sweep(folder)

@@ -10,9 +10,10 @@ from lightning.pytorch.callbacks import Timer
 
 from src.checkpoint.before_training import refuse_state, refuse_writers
 from src.checkpoint.boundary import as_boundary, at_step_boundaries, before_epoch, in_batches_of, resume_data
-from src.checkpoint.files import fault, ours, step_in_name
+from src.checkpoint.files import bytes_of, fault, ours, step_in_name
 from src.checkpoint.rank_state import CallbackMetrics, EpochMetrics, Keeper, RandomNumbers
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
+from src.checkpoint.shards import sweep
 from src.checkpoint.write import IN_FRONT, WholeFiles, give_name
 from src.errors import Stopped
 from src.ranks import gather_objects
@@ -207,6 +208,7 @@ class SaveNewest(Callback):
         for path in there[: -self.settings.keep]:
             if path not in healthy and not (for_good and step_in_name(path) % for_good == 0):
                 path.unlink(missing_ok=True)
+        sweep(self.folder, below=step)
 
     def _tell(self, path: Path, step: int, seconds: float, stalled: list[float]) -> None:
         if self._told or self._ended or self.schedule.over:
@@ -215,7 +217,7 @@ class SaveNewest(Callback):
         waited, hours = stalled[0] if stalled else seconds, self.settings.hours_between_interruptions
         best = max(best_interval(waited, hours * 3600), seconds)
         print(
-            f"note: the first save (step {step}, {path.stat().st_size / 2**20:.1f} MiB) took {seconds:.2f} s, training "
+            f"note: the first save (step {step}, {bytes_of(path) / 2**20:.1f} MiB) took {seconds:.2f} s, training "
             f"waited {waited:.2f} s of it; with an interruption every {hours:g} h, a save every {best / 60:.2g} min "
             "loses least",
             flush=True,

@@ -26,6 +26,8 @@ class CheckpointSettings:
         keep_every_n_steps: save at each multiple of this many steps too, and never delete these; null: none
         asynchronous: training waits only for the copy into the host's memory (as large as a checkpoint), not for the
             disk
+        format: file: one file, which rank 0 writes; sharded: every rank writes its part, which only the fsdp strategies
+            have; null: sharded where that is so. Either goes on under every strategy, on any number of processes
         hours_between_interruptions: how often this machine is taken away, to say which interval would lose least
         monitor: the validation metric that decides which state is the best
         mode: whether a smaller (min) or a larger (max) value of it is better
@@ -38,6 +40,7 @@ class CheckpointSettings:
     keep: int = 2
     keep_every_n_steps: int | None = None
     asynchronous: bool = True
+    format: Literal["file", "sharded"] | None = None
     hours_between_interruptions: float = 8.0
     monitor: str = "val/loss"
     mode: Literal["min", "max"] = "min"

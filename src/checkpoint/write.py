@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,14 +12,18 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import Tensor
 
 from src.checkpoint.contents import Copies, plain
 from src.checkpoint.files import fault
+from src.checkpoint.shards import FAILED, PARTS, await_parts, join, part_path
 from src.files import replacing, sync
+from src.ranks import gather_objects
 
 FULL = 2**20  # bytes; a file system keeps back a few
 IN_FRONT = "in front of training"
 Then = Callable[[Exception | None], object]
+Write = Callable[[dict[str, Any]], Exception | None]
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -53,28 +58,58 @@ class WholeFiles(TorchCheckpointIO):
         comes while another is being written waits for it.
         """
         self.wait()
-        checkpoint = plain(checkpoint)
+        self._save(lambda state: write(state, Path(path)), plain(checkpoint), storage_options)
+
+    def _save(self, act: Write, state: dict[str, Any], storage_options: Then | str | None) -> None:
         if not callable(storage_options):
-            self.error = write(checkpoint, Path(path))
+            self.error = act(state)
             if self.error is not None and storage_options is None:
                 raise self.error
             return
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         try:
-            copied = self._copies.of(checkpoint)
+            copied = self._copies.of(state)
         except (RuntimeError, MemoryError) as error:  # page-locked memory has limits of its own
             self._copies = Copies()
             if not self._told:
                 self._told = True
                 print(f"note: the state cannot be copied, so training waits for the disk ({error})".splitlines()[0])
-            self._write_behind(checkpoint, Path(path), storage_options)
+            self._write_behind(act, state, storage_options)
             return
-        self._pending = self._writer.submit(self._write_behind, copied, Path(path), storage_options)
+        self._pending = self._writer.submit(self._write_behind, act, copied, storage_options)
 
-    def _write_behind(self, checkpoint: dict[str, Any], path: Path, then: Then) -> None:
-        self.error = write(checkpoint, path)
+    def _write_behind(self, act: Write, state: dict[str, Any], then: Then) -> None:
+        self.error = act(state)
         then(self.error)
+
+    def save_parts(
+        self, checkpoint: dict[str, Any], parts: dict[str, Tensor], path: Path, storage_options: Then | str | None
+    ) -> None:
+        """Each rank writes its `parts`, and rank 0 then the file that makes a checkpoint of them. Collective.
+
+        Args:
+            checkpoint: all else, with IN_PARTS in their place
+            parts: this rank's rows of each sharded tensor, by its place in the checkpoint; {} for a rank with none
+            path: of the checkpoint
+            storage_options: as for `save_checkpoint`; the function is called on rank 0
+
+        """
+        self.wait()
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        of_ranks = gather_objects((secrets.token_hex(4), bool(parts)))
+        files = [
+            part_path(path, of_ranks[0][0], number, len(of_ranks)) if has_parts else None
+            for number, (_, has_parts) in enumerate(of_ranks)
+        ]
+        then = (lambda _: None) if rank and callable(storage_options) else storage_options
+        state = {"checkpoint": {} if rank else plain(checkpoint), "parts": parts}
+        self._save(lambda state: write_parts(state["checkpoint"], state["parts"], path, files, rank), state, then)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What is in it, with whole tensors where the file has its own in parts."""
+        content = super().load_checkpoint(path, *args, **kwargs)
+        return join(content, Path(path)) if PARTS in content else content
 
     def wait(self) -> None:
         """Until nothing is being written; raises what the function that a save was given has raised."""
@@ -105,6 +140,39 @@ def write(checkpoint: dict[str, Any], target: Path) -> Exception | None:
     except Exception as error:  # an object that has no pickle may raise anything
         return error
     return None
+
+
+def write_parts(
+    checkpoint: dict[str, Any], parts: dict[str, Tensor], path: Path, files: list[Path | None], rank: int
+) -> Exception | None:
+    """This rank's file of parts; on rank 0 then, when all are there, the file that makes a checkpoint of them.
+
+    Args:
+        checkpoint: all that is not in parts
+        parts: of this rank
+        path: of the checkpoint
+        files: where each rank writes its parts
+        rank: this one
+
+    """
+    own, there = files[rank], [file for file in files if file is not None]
+    error = write(parts, own) if own else None
+    if rank and own and error:
+        with suppress(OSError):  # a disk that is full; rank 0 will miss the part
+            own.with_name(own.name + FAILED).write_text(str(error))
+    if rank:
+        return error
+    try:
+        if error is None:
+            await_parts(there)
+            error = write({**checkpoint, PARTS: {file.name: file.stat().st_size for file in there}}, path)
+    except OSError as missed:
+        error = missed
+    if error:
+        for file in there:
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+    return error
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning import Trainer
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,13 +19,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.optim import Optimizer
 
+from src.checkpoint.files import is_of_a_run
+from src.checkpoint.write import WholeFiles
 from src.errors import AgreedError
 from src.ranks import gather_objects
 from src.strategies.ddp import DDP
 from src.strategies.forward import as_forward, before_backward
-from src.strategies.full_state import full, like, optimizer_like
+from src.strategies.full_state import full, in_parts, like, optimizer_like
 from src.strategies.notes import unit_notes
 from src.strategies.parts import free, kept_buffers, refuse_scalars, sharded, start_equal
 from src.strategies.wrapping import find_units
@@ -41,7 +44,8 @@ class FSDP(DDP):
     parameters, which autocast leaves in fp32, are gathered in 16 bits too. Gradients are averaged over ranks in fp32
     whatever the parameters are computed in, and the weights that the optimizer sees are fp32.
 
-    Checkpoints are DDP's: one file with plain names, which either continues on any number of processes.
+    Checkpoints have DDP's names and whole tensors' shapes: either continues the other's, on any number of processes.
+    Where `sharded_files` is set, each rank writes its parts of them (src/checkpoint/shards.py).
 
     FSDP2 and not Lightning's FSDPStrategy: that one cannot run on CPUs, cannot clip by norm and reduces gradients in
     half precision.
@@ -72,6 +76,7 @@ class FSDP(DDP):
         self.reshard_after_forward, self.ranks_per_shard = reshard_after_forward, ranks_per_shard
         self.reduce_dtype, self.cpu_offload = getattr(torch, reduce_dtype), cpu_offload
         self.sync_every_micro_batch = sync_every_micro_batch
+        self.sharded_files = False
         self.units: list[str] = []
         self._buffers: list[tuple[nn.Module, str]] = []
         self._kept: list[FSDPModule] = []
@@ -239,13 +244,13 @@ class FSDP(DDP):
 
     # --- save and load ---
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights on rank 0, nothing elsewhere. Collective."""
-        return full(self.lightning_module.state_dict(), self.is_global_zero)  # type: ignore[union-attr]
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0, as an optimizer of the whole module has it. Collective."""
-        return full(super().optimizer_state(optimizer), self.is_global_zero)
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """In parts where a run goes on from there and `sharded_files` says so; else whole, from rank 0. Collective."""
+        files, path = self.checkpoint_io, Path(filepath)
+        if self.sharded_files and isinstance(files, WholeFiles) and is_of_a_run(path):
+            files.save_parts(*in_parts(checkpoint, self.is_global_zero), path, storage_options)
+        else:
+            super().save_checkpoint(full(checkpoint, self.is_global_zero), filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Whole weights into a module that may be sharded already."""
@@ -267,3 +272,14 @@ class FSDP(DDP):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()  # what is being written gets to the disk
+
+
+def choose_format(strategy: Strategy, wanted: str | None) -> list[str]:
+    """Set how checkpoints are written (`checkpoint.format`); returns a note where that cannot be as asked."""
+    can = isinstance(strategy, FSDP) and isinstance(strategy.checkpoint_io, WholeFiles)
+    if can:
+        strategy.sharded_files = wanted != "file"  # type: ignore[attr-defined]
+    if can or wanted != "sharded":
+        return []
+    why = "trainer.plugins has a CheckpointIO" if isinstance(strategy, FSDP) else "only the fsdp strategies have parts"
+    return [f"checkpoint.format sharded: {why}, so a checkpoint is one file"]

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from src.checkpoint.contents import rebuild
+from src.checkpoint.shards import IN_PARTS
 
 
 def full(state: Any, keep: bool) -> Any:
@@ -29,6 +30,38 @@ def full(state: Any, keep: bool) -> Any:
         return tensor.cpu() if keep else None
 
     return rebuild(state, whole)
+
+
+def in_parts(state: Any, keep: bool) -> tuple[Any, dict[str, Tensor]]:
+    """The same nested state with IN_PARTS for every tensor that is cut into rows, and this rank's rows of these.
+
+    A tensor that a module has sharded otherwise by itself is put together. Collective where there is one.
+
+    Args:
+        state: as for `full`
+        keep: as for `full`
+
+    Returns:
+        the state, and the rows by the tensor's place in it; {} on a rank whose rows another one has, too
+
+    """
+    parts: dict[str, Tensor] = {}
+
+    def leaf(name: str, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        cut = [placement for placement in value.placements if not placement.is_replicate()]
+        if len(cut) != 1 or type(cut[0]) is not Shard or cut[0].dim != 0:
+            return full(value, keep)
+        place = value.device_mesh.get_coordinate()
+        assert place is not None
+        if all(at == 0 for at, placement in zip(place, value.placements, strict=True) if placement.is_replicate()):
+            rows = value.to_local()
+            whole = rows.untyped_storage().nbytes() == rows.nbytes  # else the rest of its storage would be saved, too
+            parts[name] = rows.detach() if whole else rows.detach().clone()
+        return IN_PARTS
+
+    return rebuild(state, leaf), parts
 
 
 def like(whole: Any, part: Any) -> Any:

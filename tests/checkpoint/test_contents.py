@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from src.checkpoint.choose import newest
@@ -83,21 +82,6 @@ def test_a_key_that_is_no_plain_type_is_refused_before_the_first_step(tmp_path: 
     with pytest.raises(UserError, match="a key in mine"):
         train(tmp_path, Keyed())
     assert list(tmp_path.glob("*.ckpt")) == []
-
-
-def test_the_look_at_the_start_puts_no_state_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sharded strategy gathers its state when it saves, here three times, and not for the look before that."""
-    gathered: list[str] = []
-    for name in ("lightning_module_state_dict", "optimizer_state"):
-        real = getattr(SingleDeviceStrategy, name)
-
-        def count(*args: Any, name: str = name, real: Any = real) -> Any:
-            gathered.append(name)
-            return real(*args)
-
-        monkeypatch.setattr(SingleDeviceStrategy, name, count)
-    train(tmp_path, Line())
-    assert gathered == ["lightning_module_state_dict", "optimizer_state"] * 3
 
 
 def test_what_pytorch_hangs_on_a_state_stays() -> None:

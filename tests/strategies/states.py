@@ -15,7 +15,8 @@ from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.errors import UserError
 from src.strategies import resolve_strategy
-from src.strategies.fsdp import FSDP
+from src.strategies.fsdp import FSDP, choose_format
+from src.strategies.full_state import full
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from tests.strategies.group import in_group
 from tests.strategies.pairs import PAIRS, tried
@@ -83,14 +84,15 @@ def run(folder: Path, kind: str, strategy: str, rank: int, world: int, begin: Pa
         max_steps=STEPS,
         precision=PRECISIONS.get(kind, "32-true"),
         plugins=[WholeFiles(), *([] if strategy == "auto" else [TorchElasticEnvironment()])],
-        callbacks=[*([EMA(DECAY, START)] if kind == "averaged" else []), SaveNewest(folder, settings)],
+        callbacks=[*([EMA(DECAY, START)] if kind.startswith("averaged") else []), SaveNewest(folder, settings)],
         limit_val_batches=0,
     )
+    choose_format(trainer.strategy, "sharded" if kind.endswith("parts") else "file")
     rows = torch.rand(STEPS * BATCH, 6, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, loader(trainer, rows, BATCH // world, train=True), ckpt_path=begin, weights_only=True)
     curve = torch.stack(module.losses).double()
-    state = trainer.strategy.lightning_module_state_dict()
-    optimizer = trainer.strategy.optimizer_state(trainer.optimizers[0])
+    state = full(trainer.strategy.lightning_module_state_dict(), trainer.is_global_zero)
+    optimizer = full(trainer.strategy.optimizer_state(trainer.optimizers[0]), trainer.is_global_zero)
     whole = [name for name, value in state.items() if value is not None]
     momenta = [value for one in optimizer.get("state", {}).values() for value in one.values()]
     evaluated = []
@@ -135,9 +137,9 @@ def ranks(rank: int, world: int, phase: int, runs: list[tuple[str, str, str]], f
     torch.compile = functools.partial(torch.compile, backend="eager")  # names and hooks are the same, and no compiler
     with in_group(rank, world, f"{folder}/meet-{phase}"):
         for kind, strategy, source in runs:
-            begin = Path(folder) / source / f"step={HALF:08d}.ckpt" if source else None
+            begin = Path(folder) / source / "checkpoints" / f"step={HALF:08d}.ckpt" if source else None
             name = f"{kind}-{strategy}-{world}" + (f"-from-{source}" if source else "")
-            results[name] = run(Path(folder) / name, kind, strategy, rank, world, begin)
+            results[name] = run(Path(folder) / name / "checkpoints", kind, strategy, rank, world, begin)
         if phase == 1:
             results["refused"] = refusals(world)
             results["pairs"] = {"/".join(pair): tried(*pair, world) for pair in PAIRS}

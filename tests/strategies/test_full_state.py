@@ -8,6 +8,7 @@ import torch
 
 from src.checkpoint.contents import average_in, rebuild
 from src.checkpoint.export import WRAPPERS
+from src.checkpoint.shards import IN_PARTS, load
 from tests.strategies import pairs, states
 
 SHAPES = [("auto", 1), ("ddp", 1), ("fsdp_full_shard", 1), ("fsdp_shard_grad_op", 1)]
@@ -20,6 +21,7 @@ TOLERANCE = {"bf16": 2e-2, "double": 1e-12}
 
 SAVED = [("adamw", *shape) for shape in SHAPES] + [(kind, *shape) for kind in KINDS for shape in FEW]
 SAVED += [("averaged", *shape) for shape in [*FEW, ("ddp", 2)]]
+SAVED += [(kind, *shape) for kind in ("parts", "averaged-parts") for shape in [*FEW, ("fsdp_full_shard", 1), *MORE]]
 SAVED += [(kind, *shape) for kind in states.CHANGES for shape in [*FEW, *MORE]]
 
 
@@ -65,7 +67,7 @@ def seen(folder: Path) -> list[dict[str, Any]]:
 
 
 def file(folder: Path, run: str, step: int) -> dict[str, Any]:
-    return torch.load(folder / run / f"step={step:08d}.ckpt", weights_only=True)
+    return load(folder / run / "checkpoints" / f"step={step:08d}.ckpt")
 
 
 def numbers(checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -126,10 +128,13 @@ def test_no_wrapper_leaves_its_name_in_a_file(folder, kind, strategy, world):
     assert [name for name in names if {*WRAPPERS, "module"} & set(name.split("."))] == []
 
 
-@pytest.mark.parametrize(("kind", "strategy", "world"), [one for one in SAVED if one[0] == "averaged"])
+@pytest.mark.parametrize(("kind", "strategy", "world"), [one for one in SAVED if one[0].startswith("averaged")])
 def test_averaging_changes_evaluations_and_nothing_else(seen, folder, kind, strategy, world):
     """Training is to the last bit what it is without an average; evaluated is the average, which is whole in a file."""
-    with_average, without = (seen[0][name(one, strategy, world)] for one in ("averaged", "adamw"))
+    with_average, without = (
+        seen[0][name(one, strategy, world)]
+        for one in (kind, kind.replace("averaged-", "").replace("averaged", "adamw"))
+    )
     assert with_average["losses"] == without["losses"]
     assert with_average["evaluated"] != pytest.approx(without["evaluated"], abs=1e-3)
     saved = file(folder, name(kind, strategy, world), states.HALF)
@@ -155,6 +160,23 @@ def test_an_optimizers_state_is_saved_by_its_own_numbers(folder, kind, momenta):
     ]
     assert shapes[0] == shapes[1]
     assert sum(len(shape) > 0 for _, _, shape in shapes[0]) == momenta
+
+
+@pytest.mark.parametrize("kind", ["parts", "averaged-parts"])
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp_full_shard", 1), ("fsdp_full_shard", 2), *MORE[1:]])
+def test_each_rank_writes_its_rows(folder, kind, strategy, world):
+    """The file that names a checkpoint holds no sharded tensor; each rank's file has its rows, of all of them."""
+    place = folder / name(kind, strategy, world) / "checkpoints"
+    content = torch.load(place / f"step={states.HALF:08d}.ckpt", weights_only=True)
+    sharded = {key for key, value in content["state_dict"].items() if value == IN_PARTS}
+    assert sharded == {key for key, _ in states.Uneven(kind).named_parameters()}
+    files = [torch.load(place / "shards" / part, weights_only=True) for part in content["parts"]]
+    assert len(files) == world
+    rows = [file["state_dict.first.weight"].shape[0] for file in files]
+    assert rows == ([7] if world == 1 else [4, 3])
+    average = {f"callbacks.EMA.weights.{key}" for key in average_in(content)}
+    assert bool(average) == kind.startswith("averaged")
+    assert files[0].keys() >= average
 
 
 @pytest.mark.parametrize("strategy", ["fsdp_full_shard", "fsdp_shard_grad_op"])
