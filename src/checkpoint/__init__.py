@@ -4,14 +4,16 @@
 
 runs/<name>/checkpoints/step=00000500.ckpt    the newest states, and those kept for good
                         best-step=….ckpt      the best by `checkpoint.monitor`
+                        shards/               the rows of each rank, where these are in parts (`shards`)
                         quarantine/           damaged ones, moved aside by a start that found them
                         tripped/              the state in which the circuit breaker stopped
                         unhealthy/            what was saved in the bad streak before that
                         rolled-back/          those that `rollback` took back
 
-Nothing in a subfolder is ever gone on from, and nothing there is ever deleted. A file is a zip of tensors and plain
-types that `torch.load(path, weights_only=True)` reads. Where an average of the weights is kept (`src.callbacks.ema`), a
-file has it beside them, and evaluation and `export` take the average.
+Nothing in the last four is ever gone on from, and nothing there is ever deleted. A file is a zip of tensors and plain
+types that `torch.load(path, weights_only=True)` reads; under an fsdp strategy (`checkpoint.format`) its tensors are in
+`shards/`, `src.checkpoint.shards.load` reads it whole, and `export` makes one file of its weights. Where an average of
+the weights is kept (`src.callbacks.ema`), a file has it beside them, and evaluation and `export` take the average.
 
 What a start says to a shell or a scheduler: 0 done, 1 crashed, 2 bad input, 65 no checkpoint is whole or still there,
 70 stopped by the circuit breaker, 71 out of memory (on this rank or another), 74 hung and ended by the watchdog,

@@ -12,7 +12,7 @@ from src.checkpoint import shards
 from src.checkpoint.choose import newest
 from src.checkpoint.files import bytes_of, clear_temporary, fault
 from src.checkpoint.shards import FAILED, IN_PARTS, await_parts, load, part_path, sweep
-from src.checkpoint.write import give_name, write_parts
+from src.checkpoint.write import IN_FRONT, WholeFiles, give_name, write_parts
 from src.files import replacing
 
 WHOLE = {"a.weight": torch.arange(15.0).view(5, 3), "b": torch.arange(2.0)}
@@ -178,3 +178,12 @@ def test_a_silent_rank_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: p
     with replacing(part) as temporary:
         temporary.touch()
     await_parts([part])
+
+
+def test_each_save_has_names_of_its_own(tmp_path: Path) -> None:
+    """Of the same step too: what another start has left there is never taken for a part of this one."""
+    path = tmp_path / "step=00000001.ckpt"
+    for _ in range(2):
+        WholeFiles().save_parts({"global_step": 1, "w": IN_PARTS}, {"w": torch.ones(2)}, path, IN_FRONT)
+        assert torch.equal(load(path)["w"], torch.ones(2))
+    assert len(parts(tmp_path)) == 2

@@ -89,6 +89,7 @@ def test_compiled_blocks_give_the_same_curve(tmp_path: Path) -> None:
         pytest.param([*ONE, "--trainer.precision", "bf16-mixed"], id="one"),
         pytest.param([*ONE, "--trainer.precision", "16-mixed"], id="one-fp16"),
         pytest.param([*TWO, "--trainer.precision", "bf16-mixed"], id="two", marks=two_gpus),
+        pytest.param([*TWO, "--trainer.strategy", "fsdp_full_shard"], id="two-sharded", marks=two_gpus),
     ],
 )
 def test_a_killed_run_ends_as_if_it_had_not_been_killed(shape: list[str], tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 import pytest
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
+from src.checkpoint.write import WholeFiles
 from src.errors import UserError
 from src.strategies import DDP, FSDP, NAMES, resolve_strategy
+from src.strategies.fsdp import choose_format
 from tests.tiny import quiet_trainer
 
 
@@ -74,3 +77,23 @@ def test_host_memory_is_reached_over_gloo(monkeypatch, name, device, given, back
     strategy._process_group_backend = given
     monkeypatch.setattr(DDP, "root_device", torch.device(device))
     assert strategy._get_process_group_backend() == backend
+
+
+@pytest.mark.parametrize(
+    ("strategy", "plugins", "wanted", "sharded", "note"),
+    [
+        (FSDP(), [WholeFiles()], None, True, ""),
+        (FSDP(), [WholeFiles()], "file", False, ""),
+        (FSDP(), [TorchCheckpointIO()], "sharded", False, "trainer.plugins has a CheckpointIO"),
+        (FSDP(), [TorchCheckpointIO()], None, False, ""),
+        (DDP(), [WholeFiles()], "sharded", None, "only the fsdp strategies have parts"),
+        (DDP(), [WholeFiles()], None, None, ""),
+    ],
+)
+def test_checkpoints_are_in_parts_where_that_can_be(strategy, plugins, wanted, sharded, note):
+    """By default under fsdp; where it was asked for and cannot be, a note says why."""
+    trainer = quiet_trainer(strategy=strategy, plugins=plugins)
+    notes = choose_format(trainer.strategy, wanted)
+    assert getattr(trainer.strategy, "sharded_files", None) is sharded
+    assert len(notes) == bool(note)
+    assert all(note in said for said in notes)
