@@ -42,7 +42,7 @@ def export(wish: Wish) -> None:
     """
     _check(wish)
     entry = _chosen(wish)
-    content = load(entry.path)
+    content = load(entry.path, ("state_dict", "callbacks"))
     if not isinstance(content.get("state_dict"), dict):
         raise UserError(f"{entry.path} holds no state_dict: give a checkpoint that training wrote")
     average = {} if wish.trained else average_in(content)

@@ -9,6 +9,8 @@ Needs torch alone, as all that looks at checkpoints does.
 
 import re
 import time
+from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,38 +55,66 @@ def lacking(content: dict[str, Any], path: Path) -> str | None:
     return None
 
 
-def load(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, every tensor whole, in the host's memory; read where it is used if it is in one piece.
+@dataclass(frozen=True)
+class Rows:
+    """A tensor that is still in parts on the disk."""
+
+    parts: list[Tensor]  # read where they are used
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return torch.Size([sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]])
+
+    def whole(self) -> Tensor:
+        """In the host's memory."""
+        return torch.cat(self.parts)
+
+
+def load(path: Path, keys: Container[str] | None = None) -> dict[str, Any]:
+    """What a checkpoint holds, every tensor whole; what is in one piece is read where it is used.
+
+    Args:
+        path: of the `.ckpt` file
+        keys: what is wanted of it; None: all
 
     Raises:
         FileNotFoundError: a part of it is not there.
 
     """
-    return join(torch.load(path, map_location="cpu", weights_only=True, mmap=True), path)
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if keys is not None:
+        content = {key: value for key, value in content.items() if key in keys or key == PARTS}
+    return join(content, path)
 
 
-def join(content: dict[str, Any], path: Path) -> dict[str, Any]:
+def join(content: dict[str, Any], path: Path, lazily: Container[str] = ()) -> dict[str, Any]:
     """`content` of the file `path` with its tensors put together from their parts.
+
+    Args:
+        content: of the file
+        path: of the file
+        lazily: keys under which `Rows` stand for the tensors, which need not all fit into memory at once
 
     Raises:
         FileNotFoundError: a part is not there.
 
     """
     files = [torch.load(part, map_location="cpu", weights_only=True, mmap=True) for part in parts_of(content, path)]
-    if not files:
-        return content
     joined: dict[tuple[int, ...], Tensor] = {}
 
     def whole(name: str, value: Any) -> Any:
-        if value != IN_PARTS or not isinstance(value, str):
+        if not isinstance(value, str) or value != IN_PARTS:
             return value
-        rows = [file[name] for file in files if name in file]
-        key = tuple(part.data_ptr() for part in rows if part.numel())
+        rows = Rows([file[name] for file in files if name in file])
+        if re.split(r"[.\[]", name, maxsplit=1)[0] in lazily:
+            return rows
+        key = tuple(part.data_ptr() for part in rows.parts if part.numel())
         if not key or key not in joined:  # tied weights stay one tensor under two names
-            joined[key] = torch.cat(rows)
+            joined[key] = rows.whole()
         return joined[key]
 
-    return rebuild({key: value for key, value in content.items() if key != PARTS}, whole)
+    return rebuild({key: value for key, value in content.items() if key != PARTS}, whole) if files else content
 
 
 def await_parts(parts: list[Path]) -> None:

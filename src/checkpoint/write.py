@@ -44,6 +44,7 @@ class WholeFiles(TorchCheckpointIO):
     def __init__(self) -> None:
         super().__init__()
         self.error: Exception | None = None
+        self.lazily: tuple[str, ...] = ()  # what a strategy puts together by itself of a checkpoint in parts
         self._copies = Copies()
         self._told = False  # that there is no memory for them
         self._writer: ThreadPoolExecutor | None = None
@@ -109,7 +110,7 @@ class WholeFiles(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What is in it, with whole tensors where the file has its own in parts."""
         content = super().load_checkpoint(path, *args, **kwargs)
-        return join(content, Path(path)) if PARTS in content else content
+        return join(content, Path(path), self.lazily) if PARTS in content else content
 
     def wait(self) -> None:
         """Until nothing is being written; raises what the function that a save was given has raised."""

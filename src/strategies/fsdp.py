@@ -252,6 +252,12 @@ class FSDP(DDP):
         else:
             super().save_checkpoint(full(checkpoint, self.is_global_zero), filepath, storage_options)
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The optimizer's state stays on the disk until each tensor's turn: it is twice the weights, on every rank."""
+        if isinstance(self.checkpoint_io, WholeFiles):
+            self.checkpoint_io.lazily = ("optimizer_states",)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Whole weights into a module that may be sharded already."""
         assert self.lightning_module is not None

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from src.checkpoint.contents import rebuild
-from src.checkpoint.shards import IN_PARTS
+from src.checkpoint.shards import IN_PARTS, Rows
 
 
 def full(state: Any, keep: bool) -> Any:
@@ -66,6 +65,7 @@ def in_parts(state: Any, keep: bool) -> tuple[Any, dict[str, Tensor]]:
 
 def like(whole: Any, part: Any) -> Any:
     """The part of `whole` that this rank has of `part`; `whole` itself where `part` is not sharded."""
+    whole = whole.whole() if isinstance(whole, Rows) else whole
     if not isinstance(part, DTensor) or not isinstance(whole, Tensor) or isinstance(whole, DTensor):
         return whole
     whole = whole.to(part.to_local().device, part.dtype)
@@ -81,9 +81,7 @@ def optimizer_like(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, 
     for number, parameter in zip(numbers, parameters, strict=True):
         if number in state["state"]:
             parts[number] = {
-                name: like(value, parameter)
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                else value
+                name: like(value, parameter if getattr(value, "shape", None) == parameter.shape else None)
                 for name, value in state["state"][number].items()
             }
     return {**state, "state": parts}

@@ -11,9 +11,10 @@ import torch
 from src.checkpoint import shards
 from src.checkpoint.choose import newest
 from src.checkpoint.files import bytes_of, clear_temporary, fault
-from src.checkpoint.shards import FAILED, IN_PARTS, await_parts, load, part_path, sweep
+from src.checkpoint.shards import FAILED, IN_PARTS, Rows, await_parts, join, load, part_path, sweep
 from src.checkpoint.write import IN_FRONT, WholeFiles, give_name, write_parts
 from src.files import replacing
+from src.strategies import FSDP
 
 WHOLE = {"a.weight": torch.arange(15.0).view(5, 3), "b": torch.arange(2.0)}
 
@@ -187,3 +188,26 @@ def test_each_save_has_names_of_its_own(tmp_path: Path) -> None:
         WholeFiles().save_parts({"global_step": 1, "w": IN_PARTS}, {"w": torch.ones(2)}, path, IN_FRONT)
         assert torch.equal(load(path)["w"], torch.ones(2))
     assert len(parts(tmp_path)) == 2
+
+
+def test_what_need_not_be_in_memory_stays_on_the_disk(tmp_path: Path) -> None:
+    """Under the keys that are asked for, each tensor is put together when somebody wants it; others are not read."""
+    path = save(tmp_path, 1)
+    content = torch.load(path, weights_only=True)
+    lazy = join(content, path, ("state_dict",))["state_dict"]["a.weight"]
+    assert lazy.shape == (5, 3)
+    assert torch.equal(lazy.whole(), WHOLE["a.weight"])
+    assert load(path, ("global_step",)) == {"global_step": 1}
+
+
+def test_a_sharded_strategy_leaves_an_optimizers_state_there(tmp_path: Path) -> None:
+    """Every rank loads, and the whole state of all would not fit into a node's memory."""
+    strategy = FSDP()
+    strategy.checkpoint_io = WholeFiles()
+    path = tmp_path / "step=00000001.ckpt"
+    state = {"state_dict": {"w": IN_PARTS}, "optimizer_states": [{"state": {0: {"exp_avg": IN_PARTS}}}]}
+    rows = {"state_dict.w": torch.ones(2), "optimizer_states[0].state.0.exp_avg": torch.ones(2)}
+    strategy.checkpoint_io.save_parts({"global_step": 1, **state}, rows, path, IN_FRONT)
+    found = strategy.load_checkpoint(path, weights_only=True)
+    assert torch.equal(found["state_dict"]["w"], torch.ones(2))
+    assert isinstance(found["optimizer_states"][0]["state"][0]["exp_avg"], Rows)
