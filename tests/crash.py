@@ -1,6 +1,7 @@
 """Modules that break at a chosen step."""
 
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,19 @@ class KilledAtStep(SmallModule):
         if marker and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FullDisk(SmallModule):
+    """SmallModule on whose rank 1 no file gets larger than 1 KB once `first` optimizer steps are done; -1 never."""
+
+    def __init__(self, first: int = -1, **settings: float) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.first = first
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if self.global_step == self.first and self.global_rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
 
 
 class FlatRate(SmallModule):

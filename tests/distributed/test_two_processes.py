@@ -189,6 +189,24 @@ def test_a_killed_rank_leaves_a_summary(tmp_path: Path) -> None:
     assert list(differences(outcome(run), outcome(tmp_path / "whole/killed"))) == []
 
 
+def test_a_full_disk_of_another_node_leaves_the_parts_of_before(tmp_path: Path) -> None:
+    """Rank 0 says whose part is missing; the run goes on from the last whole state and ends as ever."""
+    saves = ["--trainer.strategy", "fsdp_full_shard", "--checkpoint.every_n_steps", "2", "--trainer.max_steps", "8"]
+    settings = ["fit", *TWO, *SMALL, *saves, "--run", "full", "--model", "tests.crash.FullDisk", "--model.first"]
+    done = train(tmp_path, *settings, "4", check=False)
+    assert done.returncode == 1
+    assert "warning: step 6 could not be saved (step=00000006-" in done.stdout
+    assert "the end of this start, step 8, is not saved" in done.stderr
+    run = tmp_path / "full"
+    assert [path.stem for path in sorted(run.glob("checkpoints/step=*.ckpt"))] == ["step=00000002", "step=00000004"]
+    assert "continues from step 4" in train(tmp_path, *settings, "-1").stdout
+    steps = {step_in_name(path) for path in run.glob("checkpoints/*.ckpt")}
+    parts = [int(path.name[5:13]) for path in run.glob("checkpoints/shards/step=*.pt")]
+    assert sorted(parts) == sorted([*steps, *steps])
+    train(tmp_path / "whole", *settings, "-1")
+    assert list(differences(outcome(run), outcome(tmp_path / "whole/full"))) == []
+
+
 def test_sigterm_to_every_process_ends_the_run_at_once(tmp_path: Path) -> None:
     """What a scheduler sends: the command ends with 143 and a summary, whichever rank is reached first."""
     command = [sys.executable, "-m", "src.cli", "fit", *TWO, *SMALL, "--trainer.max_steps", "100000", "--run", "told"]
