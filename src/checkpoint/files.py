@@ -104,7 +104,7 @@ def rows_inside(path: Path) -> int:
 def place_inside(path: Path) -> str:
     """Where in the data a checkpoint's run is, for people to read; loaders that keep no position have none."""
     content = _content(path)
-    loaders = content["loops"].get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
+    loaders = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
     keys = {"epoch", "samples", "size"}
     places = [state for state in loaders if isinstance(state, dict) and keys <= state.keys()]
     epoch = f"epoch {places[0]['epoch'] if places else content['epoch']}"

@@ -1,7 +1,10 @@
 """`status`: whether a run is alive, how it ended, and what a restart would have to do again."""
 
+import contextlib
+import csv
 import datetime
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 
 from src.checkpoint.choose import NoWholeCheckpointError
 from src.checkpoint.entries import files_of, look, restart_from
+from src.checkpoint.files import place_inside
 from src.checkpoint.units import age, duration, shorten
 from src.errors import UserError
 from src.lock import owner
@@ -69,6 +73,18 @@ def state_of(run: Path, now: float | None = None) -> State:
     return state
 
 
+def _losses(run: Path) -> list[tuple[int, float | None]]:
+    """The last rows of the loss: a run that was healthy before it stopped was stopped from outside. None: not finite."""
+    path, rows = run / "metrics.csv", []
+    if path.exists():
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                with contextlib.suppress(KeyError, TypeError, ValueError):  # a row without one, or torn
+                    loss = float(row["train/loss"])
+                    rows.append((int(row["step"]), loss if math.isfinite(loss) else None))
+    return rows[-3:]
+
+
 def _summary(run: Path) -> dict[str, Any]:
     path = run / "summary.json"
     if not path.exists():
@@ -106,6 +122,7 @@ def facts(run: Path) -> dict[str, Any]:
         checkpoint = {
             "step": entry.step,
             "epoch": entry.epoch,
+            "place": place_inside(entry.path),
             "bytes": entry.size,
             "modified": entry.modified,
             "file": str(entry.path),
@@ -118,6 +135,7 @@ def facts(run: Path) -> dict[str, Any]:
         "why": state.why,
         "owner": state.owner,
         "last_step": state.last_step,
+        "losses": _losses(run),
         "sign_of_life": state.written,
         "checkpoint": checkpoint,
         "steps_lost": lost,
@@ -138,10 +156,13 @@ def _lines(told: dict[str, Any]) -> list[str]:
     lines = [("run", told["folder"]), ("state", f"{told['state']} ({told['why']})")]
     if told["last_step"] is not None:
         lines.append(("last step", str(told["last_step"])))
+    if told["losses"]:
+        losses = [("not finite" if loss is None else f"{loss:.4g}", step) for step, loss in told["losses"]]
+        lines.append(("train/loss", ", ".join(f"{loss} at step {step}" for loss, step in losses)))
     if told["sign_of_life"] is not None:
         lines.append(("sign of life", f"{age(told['sign_of_life'])} ago"))
     if checkpoint:
-        place = f"step {checkpoint['step']}, epoch {checkpoint['epoch']}, {age(checkpoint['modified'])} old"
+        place = f"step {checkpoint['step']}, {checkpoint['place']}, {age(checkpoint['modified'])} old"
         lines.append(("checkpoint", f"{place}: {checkpoint['file']}"))
     else:
         lines.append(("checkpoint", "none"))

@@ -102,9 +102,12 @@ def test_status_says_what_a_restart_does_again(run_root: Path, capsys: pytest.Ca
         **{"error": "RuntimeError: two\nlines", "continue_command": "python -m src.cli fit --run mine"},
     )
     zeroed(run / "checkpoints/step=00000180.ckpt")
+    rows = ["step,train/loss,val/loss", "179,0.51,", "183,0.50,", "187,nan,", "187,,0.6", "18"]
+    (run / "metrics.csv").write_text("\n".join(rows))
     lines = dict(line.split("  ", 1) for line in said(capsys, "status", "mine").splitlines())
     assert lines["state"].strip() == "crashed (crashed)"
     assert lines["last step"].strip() == "188"
+    assert lines["train/loss"].strip() == "0.51 at step 179, 0.5 at step 183, not finite at step 187"
     assert lines["checkpoint"].strip().startswith("step 150, epoch 15, ")
     assert lines["lost"].strip() == "38 steps to be done again"
     assert lines["error"].strip() == "RuntimeError: two lines"
