@@ -74,7 +74,7 @@ def state_of(run: Path, now: float | None = None) -> State:
 
 
 def _losses(run: Path) -> list[tuple[int, float | None]]:
-    """The last rows of the loss: a run that was healthy before it stopped was stopped from outside. None: not finite."""
+    """The last rows of the loss (None: not finite): one that was healthy before it stopped was stopped from outside."""
     path, rows = run / "metrics.csv", []
     if path.exists():
         with path.open(newline="") as file:
