@@ -25,10 +25,12 @@ from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from src.batching import BatchPlan, divisors
-from src.cli import EXIT_INTERRUPTED, ProjectCLI, prepare_yaml, quieten
+from src.cli import ProjectCLI
+from src.endings import EXIT_INTERRUPTED
 from src.errors import EXIT_OUT_OF_MEMORY, UserError
 from src.files import read_json
 from src.hardware import process_environment, read_shape
+from src.preparation import prepare_yaml, quieten
 from src.resolution import batch_options, class_name, plan_of
 
 # Behind the user's own options, whose last one counts.

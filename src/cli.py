@@ -6,15 +6,9 @@
 `configs/defaults.yaml` comes first, then the task, then every --config in order, then the options of the command line.
 """
 
-import enum
-import logging
 import os
-import pickle
-import re
 import signal
 import sys
-import traceback
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +42,15 @@ from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, with_defaults
-from src.errors import EXIT_OUT_OF_MEMORY, AgreedError, Stopped, TrippedError, UserError, from_settings, hint
+from src.endings import complain, crash, run_to_its_end
+from src.errors import Stopped, UserError
 from src.files import write_text
 from src.hangs.dump import record_collectives
 from src.hangs.limit import WatchdogSettings, fit_timeouts
 from src.lock import release
 from src.loggers import keep_wandb_run, run_loggers
-from src.memory import is_out_of_memory
-from src.out_of_memory import explain as explain_memory
 from src.precision import BF16Mixed
+from src.preparation import prepare_environment, prepare_yaml, quieten
 from src.resolution import resolve
 from src.run import Run, find_run, open_run
 from src.start import block as start_block
@@ -68,8 +62,6 @@ from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from src.trainer import ProjectTrainer
 
 OF_ONE_START = ("run", "allow_changed", "fresh")  # options that are no part of an experiment
-EXIT_CRASH = 1
-EXIT_INTERRUPTED = 130  # Ctrl-C
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,15 +71,15 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     quieten()
-    prepare()
+    prepare_environment()
     prepare_yaml()
     try:
         cli = ProjectCLI(argv)
     except UserError as error:
-        return _complain(error)
+        return complain(error)
     except Exception as error:
-        return _crash(error)
-    code = _run(cli)
+        return crash(error)
+    code = run_to_its_end(cli)
     if code:
         cli.leave(code)
         return code
@@ -95,105 +87,6 @@ def main(argv: list[str] | None = None) -> int:
         # A group that is left to the interpreter's exit can abort a run that was perfect.
         torch.distributed.destroy_process_group()
     return 0
-
-
-def _run(cli: "ProjectCLI") -> int:
-    """The subcommand, with every way it can end as an exit code."""
-    try:
-        cli.run_subcommand()
-    except AgreedError as error:
-        code = _complain(error) if cli.trainer.is_global_zero else error.exit_code
-        if isinstance(error, TrippedError) and torch.distributed.is_initialized():
-            torch.distributed.barrier()  # a launcher ends all ranks when one leaves: not before rank 0 has said it
-        return code
-    except UserError as error:
-        return _complain(error)
-    except SystemExit as stop:
-        # Lightning turns Ctrl-C into exit code 1, `Termination` SIGTERM into 143; any other is the user's own.
-        interrupted = isinstance(stop.__context__, KeyboardInterrupt)
-        code = EXIT_INTERRUPTED if interrupted else _exit_code(stop)
-        if cli.trainer.is_global_zero:
-            print(f"interrupted at step {cli.trainer.global_step}; continue with: {cli.again}", file=sys.stderr)
-        return code
-    except Exception as error:
-        facts = (cli.memory, cli.trainer, cli.model, cli.here, cli.settings, cli.again)
-        return explain_memory(error, *facts) or _crash(error)
-    return 0
-
-
-def _exit_code(stop: SystemExit) -> int:
-    """As Python has it: a text is printed and counts as 1."""
-    if stop.code is None or isinstance(stop.code, int):
-        return stop.code or 0
-    print(stop.code, file=sys.stderr)
-    return EXIT_CRASH
-
-
-def _crash(error: Exception) -> int:
-    """One line for what is not the code's fault, else the traceback and what may help."""
-    if is_out_of_memory(error):
-        traceback.print_exc()
-        print("out of memory while the model and the data were built", file=sys.stderr)
-        return EXIT_OUT_OF_MEMORY
-    if from_settings(error):
-        return _complain(UserError(str(error)))
-    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
-        what = str(error).replace("\n", " ")
-        found = re.search(r"Unsupported global: GLOBAL (\S+)", what)
-        return _complain(
-            UserError(
-                f"the checkpoint holds more than tensors and plain types ({found[1] if found else what[:200]}), and "
-                "loading that could run code: if you trust where it comes from, --weights_only false"
-            )
-        )
-    if "Error(s) in loading state_dict" in str(error):
-        text = f"the checkpoint is of another model, give the --model settings it was trained with: {error}"
-        return _complain(UserError(text[:500]))
-    traceback.print_exc()
-    if advice := hint(error):
-        print(f"hint: {advice}", file=sys.stderr)
-    return EXIT_CRASH
-
-
-def _complain(error: UserError) -> int:
-    """One line per node, since a node may differ from the others; every rank's once they have met."""
-    met = torch.distributed.is_initialized()
-    if met or int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-    return error.exit_code
-
-
-def prepare() -> None:
-    """What PyTorch reads from the environment when the GPU is first used; the user's own settings stay."""
-    # A save copies the state into page-locked memory, whose first 15 GB took 9.4 s to get, and so 3.0 s (H100).
-    pinned = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-    given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "pinned_" not in given:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"{given},{pinned}".strip(",")
-
-
-def prepare_yaml() -> None:
-    """Let a configuration be written whose values are enums, such as the default of Timer's `interval`."""
-    yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, value: dumper.represent_data(value.value))
-
-
-def quieten() -> None:
-    """Hide Lightning's advertising and what a user can do nothing about; warnings that matter stay."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of calls that Lightning makes
-    for message in (
-        ".*LeafSpec.*",  # Lightning 2.6.6 on torch 2.13
-        ".*does not have many workers.*",  # the number of workers is chosen by what this rank may use
-        ".*Checkpoint directory .* exists and is not empty.*",  # it continues there on purpose
-        ".*The number of training batches .* is smaller than the logging interval.*",
-        ".*AccumulateGrad node's stream.*",  # Lightning builds DDP on a stream of its own, torch 2.11 remarks on it
-        ".*`srun` command is available.*",  # on a login node too; who started the processes is checked
-        ".*distributed.nn.functional.all_gather is deprecated.*",  # Lightning's, on torch 2.13
-        ".*infer the batch indices fetched.*",  # predictions are kept in the loader's order
-        ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation needs none of them
-    ):
-        warnings.filterwarnings("ignore", message=message)
 
 
 class ProjectCLI(LightningCLI):

@@ -1,0 +1,83 @@
+"""How a command ends: what it says then, and its exit code (all of them: src/checkpoint/__init__.py)."""
+
+import os
+import pickle
+import re
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from src.errors import EXIT_OUT_OF_MEMORY, AgreedError, TrippedError, UserError, from_settings, hint
+from src.memory import is_out_of_memory
+from src.out_of_memory import explain as explain_memory
+
+EXIT_CRASH = 1
+EXIT_INTERRUPTED = 130  # Ctrl-C
+
+
+def run_to_its_end(cli: Any) -> int:
+    """The subcommand of a ProjectCLI, with every way it can end as an exit code."""
+    try:
+        cli.run_subcommand()
+    except AgreedError as error:
+        code = complain(error) if cli.trainer.is_global_zero else error.exit_code
+        if isinstance(error, TrippedError) and torch.distributed.is_initialized():
+            torch.distributed.barrier()  # a launcher ends all ranks when one leaves: not before rank 0 has said it
+        return code
+    except UserError as error:
+        return complain(error)
+    except SystemExit as stop:
+        # Lightning turns Ctrl-C into exit code 1, `Termination` SIGTERM into 143; any other is the user's own.
+        interrupted = isinstance(stop.__context__, KeyboardInterrupt)
+        code = EXIT_INTERRUPTED if interrupted else _exit_code(stop)
+        if cli.trainer.is_global_zero:
+            print(f"interrupted at step {cli.trainer.global_step}; continue with: {cli.again}", file=sys.stderr)
+        return code
+    except Exception as error:
+        facts = (cli.memory, cli.trainer, cli.model, cli.here, cli.settings, cli.again)
+        return explain_memory(error, *facts) or crash(error)
+    return 0
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """As Python has it: a text is printed and counts as 1."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return EXIT_CRASH
+
+
+def crash(error: Exception) -> int:
+    """One line for what is not the code's fault, else the traceback and what may help."""
+    if is_out_of_memory(error):
+        traceback.print_exc()
+        print("out of memory while the model and the data were built", file=sys.stderr)
+        return EXIT_OUT_OF_MEMORY
+    if from_settings(error):
+        return complain(UserError(str(error)))
+    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
+        what = str(error).replace("\n", " ")
+        found = re.search(r"Unsupported global: GLOBAL (\S+)", what)
+        return complain(
+            UserError(
+                f"the checkpoint holds more than tensors and plain types ({found[1] if found else what[:200]}), and "
+                "loading that could run code: if you trust where it comes from, --weights_only false"
+            )
+        )
+    if "Error(s) in loading state_dict" in str(error):
+        text = f"the checkpoint is of another model, give the --model settings it was trained with: {error}"
+        return complain(UserError(text[:500]))
+    traceback.print_exc()
+    if advice := hint(error):
+        print(f"hint: {advice}", file=sys.stderr)
+    return EXIT_CRASH
+
+
+def complain(error: UserError) -> int:
+    """One line per node, since a node may differ from the others; every rank's once they have met."""
+    met = torch.distributed.is_initialized()
+    if met or int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    return error.exit_code
