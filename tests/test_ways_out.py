@@ -50,6 +50,7 @@ class Leaves(SmallModule):
 def _signals() -> Iterator[None]:
     """What a way out has set is undone."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -107,7 +107,7 @@ def place_inside(path: Path) -> str:
     loaders = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
     keys = {"epoch", "samples", "size"}
     places = [state for state in loaders if isinstance(state, dict) and keys <= state.keys()]
-    epoch = f"epoch {places[0]['epoch'] if places else content['epoch']}"
+    epoch = f"epoch {places[0]['epoch'] if places else content.get('epoch', '?')}"
     return ", ".join([epoch, *(f"{place['samples']} of its {place['size']} samples done" for place in places)])
 
 
