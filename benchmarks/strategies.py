@@ -2,10 +2,13 @@
 
     python benchmarks/strategies.py --gpus 2 --shape 1.2B
     python benchmarks/strategies.py --gpus 1 --shape 85M --only ddp
+    python benchmarks/strategies.py --gpus 2 --shape 85M --recipe      # two GPUs against one, 0.5 M tokens a step
+    python benchmarks/strategies.py --shape 1.2B --pretend 2 4 8       # memory on more GPUs than there are
 
 The language task's GPT over bytes, bf16, blocks and head with loss compiled, fused AdamW, clipping by norm; all on the
 same cards, one after the other, as medians over intervals of ten steps. Peak memory is what PyTorch had allocated at
-most on a rank.
+most on a rank. `--pretend` runs rank 0 of so many on one GPU with torch's "fake" process group, whose collectives move
+nothing: the shards have their true sizes, the numbers in them and the time mean nothing.
 """
 
 import argparse
@@ -21,7 +24,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from language import Step  # beside this file
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT, STEPS, WARM, INTERVAL = 1024, 60, 10, 10
@@ -43,13 +45,26 @@ OURS = {
 BARE = {"ddp": "ddp", "fsdp_shard_grad_op": "grad_op", "fsdp_full_shard": "full"}
 
 
-def bare(shape: str, mode: str) -> None:
+class Step(torch.nn.Module):
+    """From bytes to the loss, in one forward pass that can be distributed."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """(B, T + 1) bytes -> the mean loss, in nats."""
+        tokens = batch.long()
+        return self.model.loss(self.model.features(tokens[:, :-1]), tokens[:, 1:])
+
+
+def bare(shape: str, mode: str, pretended: int | None) -> None:
     """One rank of the bare loop; prints what it measured."""
     sys.path.insert(0, str(ROOT))
     from src.models.gpt import GPT
 
     width, depth, heads, micro = SHAPES[shape]
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = pretended or int(os.environ.get("WORLD_SIZE", 1))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     torch.manual_seed(0)
     model = GPT(256, width, depth, heads, CONTEXT).cuda()
@@ -59,7 +74,7 @@ def bare(shape: str, mode: str) -> None:
     model.loss = torch.compile(model.loss, dynamic=False)
     step: torch.nn.Module = Step(model)
     if world > 1:
-        torch.distributed.init_process_group("nccl")
+        torch.distributed.init_process_group(**_group(pretended))
         step = _distribute(step, model, mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     data = torch.randint(0, 256, (micro, CONTEXT + 1), dtype=torch.uint8).pin_memory()
@@ -84,6 +99,14 @@ def bare(shape: str, mode: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+def _group(pretended: int | None) -> dict[str, Any]:
+    if not pretended:
+        return {"backend": "nccl"}
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return {"backend": "fake", "rank": 0, "world_size": pretended, "store": FakeStore()}
+
+
 def _distribute(step: torch.nn.Module, model: torch.nn.Module, mode: str) -> torch.nn.Module:
     if mode == "ddp":
         return torch.nn.parallel.DistributedDataParallel(step, gradient_as_bucket_view=True)
@@ -95,14 +118,18 @@ def _distribute(step: torch.nn.Module, model: torch.nn.Module, mode: str) -> tor
     return fully_shard(step, mp_policy=policy, reshard_after_forward=False)
 
 
-def command(shape: str, gpus: int, options: list[str]) -> dict[str, Any]:
-    """The same through `python -m src.cli fit`: medians of the logged intervals after the warm-up."""
+def command(shape: str, gpus: int, options: list[str], samples: int | None = None) -> dict[str, Any]:
+    """The same through `python -m src.cli fit`, as a user runs it: medians of the logged intervals after the warm-up.
+
+    `samples` is the global batch, where it is not one pass of every GPU.
+    """
     width, depth, heads, micro = SHAPES[shape]
     settings: dict[str, Any] = {
         "--task": "language",
         "--config": f"configs/h100_n1_gpu{gpus}.yaml",
         "--compile": "true",
-        "--global_batch_size": micro * gpus,
+        "--global_batch_size": samples or micro * gpus,
+        "--micro_batch_size": micro,
         "--model.width": width,
         "--model.depth": depth,
         "--model.heads": heads,
@@ -110,7 +137,6 @@ def command(shape: str, gpus: int, options: list[str]) -> dict[str, Any]:
         "--model.sample_bytes": 0,
         "--trainer.max_steps": WARM + STEPS,
         "--trainer.limit_val_batches": 0,
-        "--trainer.enable_checkpointing": "false",
         "--trainer.log_every_n_steps": INTERVAL,
         "--run": "speed",
     }
@@ -132,29 +158,21 @@ def command(shape: str, gpus: int, options: list[str]) -> dict[str, Any]:
     return values | {"tokens": values["tokens"] / gpus}
 
 
-def run_bare(shape: str, gpus: int, mode: str) -> dict[str, Any]:
+def run_bare(shape: str, gpus: int, mode: str, pretended: int | None = None) -> dict[str, Any]:
     """The bare loop in processes of its own."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
     loop = [sys.executable, *launcher, __file__, "--shape", shape, "--bare", mode]
+    loop += ["--pretend", str(pretended)] if pretended else []
     done = subprocess.run(loop, capture_output=True, text=True)
     return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
 
 
-def main() -> None:
-    """Print a row for each strategy."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--shape", choices=SHAPES, default="1.2B")
-    parser.add_argument("--only", nargs="*", choices=OURS, default=list(OURS))
-    parser.add_argument("--bare", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.bare:
-        return bare(arguments.shape, arguments.bare)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.gpus} GPUs, {arguments.shape}")
+def compare(shape: str, gpus: int, names: list[str]) -> None:
+    """A row for each strategy: the command, the bare loop, their ratio."""
     print("strategy | tokens/s per GPU | MFU | peak GiB | bare loop | its GiB | ratio", flush=True)
-    for name in arguments.only:
-        ours = command(arguments.shape, arguments.gpus, OURS[name])
-        loop = run_bare(arguments.shape, arguments.gpus, BARE[name]) if name in BARE else {}
+    for name in names:
+        ours = command(shape, gpus, OURS[name])
+        loop = run_bare(shape, gpus, BARE[name]) if name in BARE else {}
         if error := ours.get("error") or loop.get("error"):
             print(f"{name} | {error}", flush=True)
             continue
@@ -162,7 +180,45 @@ def main() -> None:
         if loop:
             row += f" | {loop['tokens']:,.0f} | {loop['gib']:.1f} | {ours['tokens'] / loop['tokens']:.3f}"
         print(row, flush=True)
-    return None
+
+
+def recipe(shape: str, gpus: int) -> None:
+    """The usual GPT-2 recipe, half a million tokens a step by accumulation: all GPUs against one."""
+    samples = 2**19 // CONTEXT
+    one, many = (command(shape, count, OURS["ddp"], samples) for count in (1, gpus))
+    if error := one.get("error") or many.get("error"):
+        sys.exit(error)
+    speedup = gpus * many["tokens"] / one["tokens"]
+    print("1 GPU, tokens/s | per GPU of all | speed-up")
+    print(f"{one['tokens']:,.0f} | {many['tokens']:,.0f} | {speedup:.3f}", flush=True)
+
+
+def pretend(shape: str, worlds: list[int]) -> None:
+    """Peak memory of rank 0 of each world size in the bare loop, which takes what the command takes."""
+    print("strategy | " + " | ".join(f"{world} GPUs, peak GiB" for world in worlds), flush=True)
+    for name, mode in BARE.items():
+        found = [run_bare(shape, 1, mode, world) for world in worlds]
+        print(f"{name} | " + " | ".join(row.get("error") or f"{row['gib']:.1f}" for row in found), flush=True)
+
+
+def main() -> None:
+    """Print the table that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--shape", choices=SHAPES, default="1.2B")
+    parser.add_argument("--only", nargs="*", choices=OURS, default=list(OURS))
+    parser.add_argument("--recipe", action="store_true")
+    parser.add_argument("--pretend", nargs="*", type=int)
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare:
+        return bare(arguments.shape, arguments.bare, (arguments.pretend or [None])[0])
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.gpus} GPUs, {arguments.shape}")
+    if arguments.pretend:
+        return pretend(arguments.shape, arguments.pretend)
+    if arguments.recipe:
+        return recipe(arguments.shape, arguments.gpus)
+    return compare(arguments.shape, arguments.gpus, arguments.only)
 
 
 if __name__ == "__main__":

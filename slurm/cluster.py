@@ -21,7 +21,8 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
 
 from slurm import nccl, syntax
-from slurm.layers import ClusterError, Key, Layer, dotted, read_layer
+from slurm.errors import LaunchError
+from slurm.layers import Key, Layer, dotted, read_layer
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = "project.yaml"
@@ -92,14 +93,14 @@ class Cluster:
         """`scratch` with ~ and variables filled in, as they are for the user who submits.
 
         Raises:
-            ClusterError: a variable in it is not set here.
+            LaunchError: a variable in it is not set here.
 
         """
         if self.scratch is None:
             return None
         folder = os.path.expanduser(os.path.expandvars(self.scratch))
         if "$" in folder or not os.path.isabs(folder):
-            raise ClusterError(f"{self.sources['scratch',]}: scratch: {self.scratch!r} names something not set here")
+            raise LaunchError(f"{self.sources['scratch',]}: scratch: {self.scratch!r} names something not set here")
         return Path(folder)
 
 
@@ -119,7 +120,7 @@ def load_cluster(name: str | None = None, root: Path = ROOT) -> Cluster:
     way it was chosen, and over no other's. mine.yaml lies over both.
 
     Raises:
-        ClusterError: a file is missing or wrong. A missing account is no error here: ask `Cluster.missing()`.
+        LaunchError: a file is missing or wrong. A missing account is no error here: ask `Cluster.missing()`.
 
     """
     names = sorted(file.stem for file in (root / "configs/clusters").glob("[!.]*.yaml"))
@@ -168,7 +169,7 @@ def _file(name: str) -> str:
 def _check_name(name: str, names: list[str], place: str) -> None:
     if name not in names:
         allowed = f"the name of a file in configs/clusters ({', '.join(names) or 'it has none'})"
-        raise ClusterError(f"{place}: {syntax.refusal(name, allowed)}{syntax.nearest(name, names)}")
+        raise LaunchError(f"{place}: {syntax.refusal(name, allowed)}{syntax.nearest(name, names)}")
 
 
 def _assemble(name: str, layers: list[Layer], file: str, reason: str, where: str, notes: list[str]) -> Cluster:
@@ -193,7 +194,7 @@ def _assemble(name: str, layers: list[Layer], file: str, reason: str, where: str
         for variable, value in variables.items():
             key = ("nccl", section, variable)
             if refusal := nccl.refusal(section, variable):
-                raise ClusterError(f"{sources[key]}: {dotted(key)}: {refusal}")
+                raise LaunchError(f"{sources[key]}: {dotted(key)}: {refusal}")
             notes += [f"{sources[key]}: {dotted(key)}: {value}: {w}" for w in nccl.warnings(section, variable, value)]
     sources = {("name",): reason, **{key: sources[key] for key in values}}
     return Cluster(name=name, **settings, sources=sources, warnings=tuple(notes), where=where)
@@ -207,7 +208,7 @@ def _gpus(values: Mapping[Key, Any], file: str) -> dict[str, Gpu]:
     for card, row in table.items():
         for entry in fields(Gpu):
             if entry.name not in row:
-                raise ClusterError(f"{file}: gpus.{card}: {entry.name} is not set")
+                raise LaunchError(f"{file}: gpus.{card}: {entry.name} is not set")
     return {card: Gpu(**row) for card, row in table.items()}
 
 
@@ -216,17 +217,17 @@ def _check(settings: Mapping[str, Any], file: str) -> None:
     absent = [key for key in REQUIRED if key not in settings]
     if absent:
         start = "; or start the file with `base: NAME`" if file == _file("mine") else ""
-        raise ClusterError(f"{file}: not set: {', '.join(absent)}{start}")
+        raise LaunchError(f"{file}: not set: {', '.join(absent)}{start}")
     forms = [form for form in MEMORY if form in settings]
     if len(forms) != 1:
-        raise ClusterError(f"{file}: set exactly one of {', '.join(MEMORY)}; got {' and '.join(forms) or 'none'}")
+        raise LaunchError(f"{file}: set exactly one of {', '.join(MEMORY)}; got {' and '.join(forms) or 'none'}")
     if settings["accelerator"] == "gpu" and "gpu_request" not in settings:
-        raise ClusterError(f"{file}: accelerator gpu needs gpu_request: gpus-per-node or gres")
+        raise LaunchError(f"{file}: accelerator gpu needs gpu_request: gpus-per-node or gres")
     card = settings.get("gpu")
     if card is not None and card not in settings["gpus"]:
         cards = list(settings["gpus"])
         allowed = f"an entry of gpus: ({', '.join(cards) or 'it has none'})"
-        raise ClusterError(f"{file}: gpu: {syntax.refusal(card, allowed)}{syntax.nearest(card, cards)}")
+        raise LaunchError(f"{file}: gpu: {syntax.refusal(card, allowed)}{syntax.nearest(card, cards)}")
 
 
 def describe(cluster: Cluster) -> list[str]:
@@ -255,7 +256,7 @@ def describe(cluster: Cluster) -> list[str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ClusterError(message)
+        raise LaunchError(message)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -264,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", help="a file in configs/clusters, without .yaml")
     try:
         cluster = load_cluster(parser.parse_args(arguments).name)
-    except ClusterError as error:
+    except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     lines = describe(cluster) + [f"warning: {warning}" for warning in cluster.warnings]

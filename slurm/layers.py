@@ -8,12 +8,9 @@ from typing import Any
 import yaml
 
 from slurm import syntax
+from slurm.errors import LaunchError
 
 Key = tuple[str, ...]  # ("nccl", "nvlink", "NCCL_DEBUG")
-
-
-class ClusterError(ValueError):
-    """Bad input, in one line: the file and the full key, what it got, what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ def read_layer(root: Path, file: str, schema: syntax.Schema) -> Layer:
     """The settings of `file`, a path below `root`.
 
     Raises:
-        ClusterError: the file cannot be read, is not YAML, or holds a key or a value that is not allowed.
+        LaunchError: the file cannot be read, is not YAML, or holds a key or a value that is not allowed.
 
     """
     try:
@@ -41,7 +38,7 @@ def read_layer(root: Path, file: str, schema: syntax.Schema) -> Layer:
     except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise ClusterError(f"{file}{f', line {mark.line + 1}' if mark else ''}: cannot be read: {reason}") from error
+        raise LaunchError(f"{file}{f', line {mark.line + 1}' if mark else ''}: cannot be read: {reason}") from error
     return Layer(file, dict(_walk(content, schema, (), file)))
 
 
@@ -61,7 +58,7 @@ def _walk(node: object, schema: syntax.Schema, key: Key, file: str) -> Iterator[
     if node is None or node in ("", *syntax.NULL):
         return
     if not isinstance(node, dict):
-        raise ClusterError(
+        raise LaunchError(
             f"{': '.join([file, *([dotted(key)] if key else [])])}: {syntax.refusal(node, '`key: value` lines')}"
         )
     for name, value in node.items():
@@ -69,7 +66,7 @@ def _walk(node: object, schema: syntax.Schema, key: Key, file: str) -> Iterator[
         reader = schema.get(name, schema.get("*"))
         if reader is None or not name.isprintable():
             near = syntax.nearest(dotted(full), [dotted((*key, known)) for known in schema])
-            raise ClusterError(f"{file}: unknown key {dotted(full)!r}{near}; the keys here are {', '.join(schema)}")
+            raise LaunchError(f"{file}: unknown key {dotted(full)!r}{near}; the keys here are {', '.join(schema)}")
         if isinstance(reader, Mapping):
             yield from _walk(value, reader, full, file)
             continue
@@ -78,4 +75,4 @@ def _walk(node: object, schema: syntax.Schema, key: Key, file: str) -> Iterator[
         try:
             yield full, None if value in syntax.NULL else reader(value)
         except ValueError as error:
-            raise ClusterError(f"{file}: {dotted(full)}: {error}") from None
+            raise LaunchError(f"{file}: {dotted(full)}: {error}") from None

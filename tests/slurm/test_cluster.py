@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurm import nccl, syntax
-from slurm.cluster import PROJECT, READERS, ROOT, Cluster, ClusterError, Gpu, load_cluster
+from slurm.cluster import PROJECT, READERS, ROOT, Cluster, Gpu, LaunchError, load_cluster
 
 SHIPPED = sorted(file.stem for file in (ROOT / "configs/clusters").glob("*.yaml") if file.stem != "mine")
 MINE = "configs/clusters/mine.yaml"
@@ -66,7 +66,7 @@ def write(tmp_path: Path) -> Write:
 
 def refused(root: Path, name: str | None = None) -> str:
     """The one line that loading ends with."""
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(LaunchError) as caught:
         load_cluster(name, root)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -674,7 +674,7 @@ def test_scratch_is_filled_in_for_the_user_who_submits(write: Write, monkeypatch
     monkeypatch.delenv("FAST")
     for folder in ("$FAST/runs", "/scratch/$FAST", "~nobody-here/runs"):
         cluster = load_cluster(None, write(f"base: beta\nscratch: {folder}\n"))
-        with pytest.raises(ClusterError, match=re.escape(f"{MINE}: scratch: {folder!r} names something not set here")):
+        with pytest.raises(LaunchError, match=re.escape(f"{MINE}: scratch: {folder!r} names something not set here")):
             cluster.scratch_folder()
 
 
