@@ -193,10 +193,12 @@ def recipe(shape: str, gpus: int) -> None:
     print(f"{one['tokens']:,.0f} | {many['tokens']:,.0f} | {speedup:.3f}", flush=True)
 
 
-def pretend(shape: str, worlds: list[int]) -> None:
+def pretend(shape: str, worlds: list[int], names: list[str]) -> None:
     """Peak memory of rank 0 of each world size in the bare loop, which takes what the command takes."""
     print("strategy | " + " | ".join(f"{world} GPUs, peak GiB" for world in worlds), flush=True)
     for name, mode in BARE.items():
+        if mode == "ddp" or name not in names:  # ddp holds the same on any number; this group cannot reduce for it
+            continue
         found = [run_bare(shape, 1, mode, world) for world in worlds]
         print(f"{name} | " + " | ".join(row.get("error") or f"{row['gib']:.1f}" for row in found), flush=True)
 
@@ -215,7 +217,7 @@ def main() -> None:
         return bare(arguments.shape, arguments.bare, (arguments.pretend or [None])[0])
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.gpus} GPUs, {arguments.shape}")
     if arguments.pretend:
-        return pretend(arguments.shape, arguments.pretend)
+        return pretend(arguments.shape, arguments.pretend, arguments.only)
     if arguments.recipe:
         return recipe(arguments.shape, arguments.gpus)
     return compare(arguments.shape, arguments.gpus, arguments.only)

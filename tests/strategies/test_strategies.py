@@ -7,7 +7,7 @@ from src.checkpoint.write import WholeFiles
 from src.errors import UserError
 from src.strategies import DDP, FSDP, NAMES, resolve_strategy
 from src.strategies.fsdp import choose_format
-from tests.tiny import quiet_trainer
+from tests.tiny import Line, quiet_trainer
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,15 @@ def test_checkpoints_are_in_parts_where_that_can_be(strategy, plugins, wanted, s
     assert getattr(trainer.strategy, "sharded_files", None) is sharded
     assert len(notes) == bool(note)
     assert all(note in said for said in notes)
+
+
+def test_ddp_in_a_single_process_goes_without_the_wrap():
+    """One process reduces nothing, so the module is trained as it is; the wrap would keep a copy of its gradients."""
+    module, seen = Line(), []
+    module.on_train_batch_end = lambda *_: seen.append(trainer.strategy.model is module)
+    trainer = quiet_trainer(strategy="ddp", devices=1, max_steps=1)
+    try:
+        trainer.fit(module, torch.ones(2, 1))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert seen == [True]
