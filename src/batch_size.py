@@ -24,7 +24,7 @@ from pathlib import Path
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from src.batching import BatchPlan, divisors
+from src.batch_plan import BatchPlan, divisors
 from src.cli import ProjectCLI
 from src.endings import EXIT_INTERRUPTED
 from src.errors import EXIT_OUT_OF_MEMORY, UserError

@@ -20,7 +20,8 @@ import torch
 from src.cpus import usable_cpus
 from src.errors import UserError
 from src.run import newest_first
-from src.storage import filesystem, run_root
+from src.storage import run_root
+from src.vanishing import filesystem
 
 WRITTEN = 64  # MiB that the speed is measured with
 Line = tuple[str, str, bool]  # what it is about, what was found, whether that may cost a run

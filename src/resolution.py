@@ -6,7 +6,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-from src.batching import BatchPlan, divisors, plan_batches
+from src.batch_plan import BatchPlan, divisors, plan_batches
 from src.command_line import CONFIGS, class_parameters
 from src.errors import UserError
 from src.hardware import Shape, check_shape, local_cards, other_card_note, process_environment, read_shape

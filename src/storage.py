@@ -1,7 +1,6 @@
 """Where runs live: a folder that can be written to, has room, and outlives this machine."""
 
 import os
-import re
 import shutil
 import socket
 import time
@@ -13,11 +12,9 @@ import torch
 
 from src.errors import AgreedError, UserError
 from src.ranks import gather_objects
+from src.vanishing import vanishes
 
-NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - names to warn about, not to write to
-NODE_LOCAL_VARIABLES = ("TMPDIR", "SLURM_TMPDIR", "LOCAL_SCRATCH", "SLURM_SCRATCH")
 APPEAR_SECONDS = 30  # a new name on NFS may show late
-VANISHING_FILESYSTEMS = ("overlay", "tmpfs", "ramfs")
 
 
 def run_root() -> tuple[Path, list[str]]:
@@ -42,33 +39,9 @@ def run_root() -> tuple[Path, list[str]]:
         raise UserError(
             f"the run root {root} cannot be written to ({error.strerror}): set RUN_ROOT to a folder on scratch"
         ) from error
-    if why := _vanishes(root):
+    if why := vanishes(root):
         notes.append(f"the run root {root} is {why}: set RUN_ROOT to a folder that outlives this machine")
     return root, notes
-
-
-def _vanishes(root: Path) -> str | None:
-    """Why this folder will not be there tomorrow, or on another node; None where nothing says so."""
-    resolved = root.resolve()
-    local = [Path(value) for name in NODE_LOCAL_VARIABLES if (value := os.environ.get(name))]
-    for folder in [*map(Path, NODE_LOCAL), *local]:
-        if resolved.is_relative_to(folder):
-            return f"node-local ({folder})"
-    kind = filesystem(resolved)
-    return f"on the container's or node's own {kind} file system" if kind in VANISHING_FILESYSTEMS else None
-
-
-def filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that holds `path`; "" where the system does not say."""
-    if not mounts.exists():
-        return ""
-    best, kind = "", ""
-    for line in mounts.read_text().splitlines():
-        _, point, name, *_ = line.split()
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)  # a space is \040 there
-        if path.is_relative_to(point) and len(point) >= len(best):
-            best, kind = point, name
-    return kind
 
 
 def require_room(root: Path, checkpoint_bytes: int, checkpoints: int) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from src import batch_size
+from src.batch_plan import divisors
 from src.batch_size import FailedError, Settings, Trial, search
-from src.batching import divisors
 from src.cli import ProjectCLI
 from src.errors import EXIT_OUT_OF_MEMORY
 from src.resolution import batch_options

@@ -5,14 +5,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from src import batching
+from src.batch_plan import BatchPlan, plan_batches
 from src.batching import (
-    BatchPlan,
     GlobalBatchLoader,
     GlobalBatchSampler,
     epoch_seed,
     in_micro_batches,
     loader_workers,
-    plan_batches,
     stop_workers,
 )
 from src.errors import UserError

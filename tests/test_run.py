@@ -12,14 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from src import lock, storage
+from src import lock, vanishing
 from src import run as module
 from src.checkpoint.choose import NoWholeCheckpointError
 from src.errors import UserError
 from src.lock import owner, release
 from src.manifest import describe_start
 from src.run import Run, find_run, newest_first, open_run
-from src.storage import filesystem, require_room, run_root
+from src.storage import require_room, run_root
+from src.vanishing import filesystem
 from tests.checkpoints import saved
 
 CONFIG = "model:\n  width: 8\nseed_everything: 1\n"
@@ -28,9 +29,9 @@ CONFIG = "model:\n  width: 8\nseed_everything: 1\n"
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
     """A run root that nothing is doubtful about, wherever the tests keep their files."""
-    monkeypatch.setattr(storage, "NODE_LOCAL", ())
-    monkeypatch.setattr(storage, "filesystem", lambda _: "lustre")
-    for name in storage.NODE_LOCAL_VARIABLES:
+    monkeypatch.setattr(vanishing, "NODE_LOCAL", ())
+    monkeypatch.setattr(vanishing, "filesystem", lambda _: "lustre")
+    for name in vanishing.NODE_LOCAL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "scratch"))
     return tmp_path / "scratch"
@@ -93,7 +94,7 @@ def test_a_node_local_run_root_is_said(monkeypatch, tmp_path, name):
 @pytest.mark.parametrize(("kind", "noted"), [("overlay", True), ("tmpfs", True), ("nfs4", False), ("ext4", False)])
 def test_a_file_system_that_vanishes_is_said(monkeypatch, kind, noted):
     """A run root on a container's or in-memory file system gets a note, one on a disk does not."""
-    monkeypatch.setattr(storage, "filesystem", lambda _: kind)
+    monkeypatch.setattr(vanishing, "filesystem", lambda _: kind)
     assert [f"own {kind} file system" in note for note in run_root()[1]] == [True] * noted
 
 
