@@ -1,5 +1,6 @@
 """Trains, saves and goes on under every strategy in one process group, for tests that compare what came out."""
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from lightning import LightningModule
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
 from src.callbacks.ema import EMA
@@ -27,6 +29,8 @@ PRECISIONS = {"bf16": "bf16-true", "double": "64-true"}
 CHANGES = {"recomputed": checkpoint_activations, "compiled": compile_blocks}
 SGD = {"sgd": 0.0, "momentum": 0.9, "recomputed": 0.0}
 DECAY, START = 0.7, 1  # of an average of the weights
+# As hybrid sharding over nodes of one process: two replicas, of which each has all rows.
+StrategyRegistry.register("two_replicas", FSDP, "whole on each rank", override=True, ranks_per_shard=1)
 
 
 class Uneven(LightningModule):
@@ -94,6 +98,7 @@ def run(folder: Path, kind: str, strategy: str, rank: int, world: int, begin: Pa
     state = full(trainer.strategy.lightning_module_state_dict(), trainer.is_global_zero)
     optimizer = full(trainer.strategy.optimizer_state(trainer.optimizers[0]), trainer.is_global_zero)
     whole = [name for name, value in state.items() if value is not None]
+    at_end = copy.deepcopy({"state_dict": state, "optimizer_states": [optimizer]}) if kind == "parts" else {}
     momenta = [value for one in optimizer.get("state", {}).values() for value in one.values()]
     evaluated = []
     if begin is None:  # what is sharded by now loads a file and is evaluated
@@ -111,6 +116,7 @@ def run(folder: Path, kind: str, strategy: str, rank: int, world: int, begin: Pa
     return {
         "losses": (curve if strategy == "auto" else curve / world).tolist(),
         "whole": whole,
+        "state": at_end,
         "momenta": sum(isinstance(value, Tensor) and value.dim() > 0 for value in momenta),
         "evaluated": evaluated,
     }

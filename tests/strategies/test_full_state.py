@@ -21,7 +21,8 @@ TOLERANCE = {"bf16": 2e-2, "double": 1e-12}
 
 SAVED = [("adamw", *shape) for shape in SHAPES] + [(kind, *shape) for kind in KINDS for shape in FEW]
 SAVED += [("averaged", *shape) for shape in [*FEW, ("ddp", 2)]]
-SAVED += [(kind, *shape) for kind in ("parts", "averaged-parts") for shape in [*FEW, ("fsdp_full_shard", 1), *MORE]]
+PARTS = [*FEW, ("fsdp_full_shard", 1), *MORE, ("two_replicas", 2)]
+SAVED += [(kind, *shape) for kind in ("parts", "averaged-parts") for shape in PARTS]
 SAVED += [(kind, *shape) for kind in states.CHANGES for shape in [*FEW, *MORE]]
 
 
@@ -177,6 +178,23 @@ def test_each_rank_writes_its_rows(folder, kind, strategy, world):
     average = {f"callbacks.EMA.weights.{key}" for key in average_in(content)}
     assert bool(average) == kind.startswith("averaged")
     assert files[0].keys() >= average
+
+
+@pytest.mark.parametrize(("strategy", "writers"), [("two_replicas", [0]), ("fsdp_hybrid_shard", [0, 1])])
+def test_each_row_is_written_by_one_rank(seen, folder, strategy, writers):
+    """A replica writes no row that another has written; what is loaded is bit for bit what the ranks had."""
+    place = folder / name("parts", strategy, 2) / "checkpoints"
+    content = torch.load(place / f"step={states.STEPS:08d}.ckpt", weights_only=True)
+    there = sorted((place / "shards").glob(f"step={states.STEPS:08d}-*"))
+    assert [path.name for path in there] == list(content["parts"])
+    assert [int(path.stem[-len("0-of-2")]) for path in there] == writers
+    had = seen[0][name("parts", strategy, 2)]["state"]
+    expected, found = numbers(had), numbers(file(folder, name("parts", strategy, 2), states.STEPS))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    rows = [row for path in there for row in torch.load(path, weights_only=True).values()]
+    sharded = sum(value.numel() for value in expected.values() if value.dim())
+    assert sum(row.numel() for row in rows) == sharded > 0
 
 
 @pytest.mark.parametrize("strategy", ["fsdp_full_shard", "fsdp_shard_grad_op"])
