@@ -9,8 +9,11 @@ from lightning import Trainer
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from src.errors import AgreedError
 from src.strategies.launcher import Launcher
 
 
@@ -30,6 +33,25 @@ class DDP(DDPStrategy):
         """A single process reduces nothing: unwrapped it saves a copy of the gradients and 2 to 4 % of the time."""
         if self.world_size > 1:
             super().configure_ddp()
+
+    def setup(self, trainer: Trainer) -> None:  # noqa: D102
+        self.refuse_sync_batchnorm(trainer)
+        super().setup(trainer)
+
+    def refuse_sync_batchnorm(self, trainer: Trainer) -> None:
+        """PyTorch synchronizes BatchNorm on GPUs alone.
+
+        Raises:
+            AgreedError: it was asked for on CPUs.
+
+        """
+        if not self._layer_sync or trainer.state.fn != TrainerFn.FITTING or self.root_device.type != "cpu":
+            return
+        if any(isinstance(part, _BatchNorm) for part in trainer.lightning_module.modules()):
+            raise AgreedError(
+                "trainer.sync_batchnorm works on GPUs alone and this model's BatchNorm is on CPUs: leave it out here, "
+                "where each rank then normalizes by its own samples"
+            )
 
     # --- the process group ---
 

@@ -87,10 +87,11 @@ class FSDP(DDP):
         """Shard the module, then let it make its optimizers of what this rank has of it.
 
         Raises:
-            AgreedError: the ranks or the parameters cannot be divided as asked.
+            AgreedError: the ranks or the parameters cannot be divided as asked, or BatchNorm not be synchronized.
 
         """
         assert self.accelerator is not None
+        self.refuse_sync_batchnorm(trainer)
         self.accelerator.setup(trainer)
         module: nn.Module | None = self.lightning_module
         assert module is not None

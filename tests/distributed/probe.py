@@ -28,13 +28,15 @@ class Probe(LightningModule):
     Args:
         unused: have parameters that no step uses
         fail_at: raise in this batch on rank 1
+        norm: have a BatchNorm
     """
 
-    def __init__(self, unused: bool = False, fail_at: int | None = None) -> None:
+    def __init__(self, unused: bool = False, fail_at: int | None = None, norm: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(1, 4)
         self.frozen = nn.Sequential(nn.Dropout(0.5)).eval().requires_grad_(False)
         self.unused = nn.Linear(1, 1) if unused else None
+        self.norm = nn.BatchNorm1d(1) if norm else None
         self.fail_at = fail_at
         self.seen: dict = {"train": {}, "val": [], "gradients": [], "modes": [], "order": {}}
 

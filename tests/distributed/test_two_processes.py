@@ -147,6 +147,18 @@ def test_an_unused_branch_needs_the_named_strategy(tmp_path: Path) -> None:
     assert "--trainer.strategy ddp_find_unused" in failed.stderr
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard"])
+def test_batchnorm_that_cannot_be_synchronized_is_refused(tmp_path: Path, strategy: str) -> None:
+    """On CPUs PyTorch has no SyncBatchNorm: one line on rank 0, exit code 2."""
+    norm = ["--model.norm", "true", "--trainer.sync_batchnorm", "true", "--trainer.strategy", strategy]
+    done = train(tmp_path, "fit", *PROBE, *MANY, *TWO, *norm, check=False)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if not line.startswith("warning: ")] == [
+        "error: trainer.sync_batchnorm works on GPUs alone and this model's BatchNorm is on CPUs: leave it out here, "
+        "where each rank then normalizes by its own samples"
+    ]
+
+
 def test_one_broken_rank_ends_all_and_the_summary_says_so(tmp_path: Path) -> None:
     """An exception on rank 1 ends the command with its traceback, a non-zero exit code and a summary."""
     done = train(tmp_path, "fit", *PROBE, *MANY, *TWO, "--model.fail_at", "2", check=False)
