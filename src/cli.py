@@ -373,6 +373,8 @@ class ProjectCLI(LightningCLI):
         if self.trainer.is_global_zero:
             print(f"{self.command}: {arguments['ckpt_path']}")
             print("".join(f"note: {note}\n" for note in self.here.notes), end="")
+        if isinstance(files := self.trainer.strategy.checkpoint_io, WholeFiles):
+            files.lazily = ("optimizer_states",)  # nobody asks for it: of a checkpoint in parts it stays on the disk
         metrics = getattr(self.trainer, self.command)(**arguments)
         if self.trainer.is_global_zero and metrics:
             merged = {key: value for part in metrics for key, value in part.items()}

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from src.checkpoint.shards import IN_PARTS, Rows
 from src.cli import main
 from tests.commands import CPU, SMALL, fit, read_json, rows
 
@@ -47,3 +48,19 @@ def test_a_checkpoint_of_another_shape_is_one_line(run_root: Path, capsys: pytes
     fit(run_root, "narrow", *SMALL)
     assert main(["test", *CPU, *SMALL, "--model.width", "64", "--run", "narrow"]) == 2
     assert "the checkpoint is of another model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp_full_shard"])
+def test_evaluation_leaves_the_optimizer_on_the_disk(
+    strategy: str, run_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkpoint in parts only weights and their average are put together, under every strategy."""
+    average = ["--trainer.callbacks+", "src.callbacks.ema.EMA"]
+    run = fit(run_root, "in_parts", *SMALL, "--trainer.strategy", "fsdp_full_shard", *average)
+    content = torch.load(run / "checkpoints/step=00000004.ckpt", weights_only=True)
+    weights = [value for value in content["state_dict"].values() if value == IN_PARTS]
+    assert content["optimizer_states"][0]["state"][0]["exp_avg"] == IN_PARTS
+    whole, joined = Rows.whole, []
+    monkeypatch.setattr(Rows, "whole", lambda self: joined.append(self.shape) or whole(self))
+    assert main(["test", *CPU, *SMALL, "--trainer.strategy", strategy, "--run", "in_parts"]) == 0
+    assert len(joined) == 2 * len(weights) > 0
