@@ -18,12 +18,13 @@ class Hangs(SmallModule):
     """SmallModule that gets stuck after `after` steps on one rank, in one of these ways.
 
     sleep: its training_step never returns; collective: it waits for the others in a collective that they skip;
-    stop: SIGSTOP to its own process; kill: SIGKILL, while rank 0 sleeps; alone: not at all, rank 0 works for 18 s.
+    stop: SIGSTOP to its own process; kill: SIGKILL, while rank 0 sleeps; alone: not at all, rank 0 works for 18 s;
+    evaluation: the step of an evaluation never returns on its second batch.
     """
 
     def __init__(self, way: str = "", after: int = 3, rank: int = 1, **settings: float) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]
-        self.way, self.after, self.rank = way, after, rank
+        self.way, self.after, self.rank, self.evaluated = way, after, rank, 0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.global_step == self.after and self.way == "alone":
@@ -33,6 +34,12 @@ class Hangs(SmallModule):
             self.get_stuck()
         return super().training_step(batch, batch_idx)
 
+    def evaluate(self, batch: Tensor, split: str) -> None:
+        if self.way == "evaluation" and self.global_rank == self.rank and self.evaluated == 1:
+            self.get_stuck()
+        self.evaluated += 1
+        super().evaluate(batch, split)
+
     def get_stuck(self) -> None:
         if self.way == "collective":
             torch.distributed.barrier()
@@ -40,7 +47,7 @@ class Hangs(SmallModule):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.way == "kill" and self.global_rank == self.rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        elif self.way in ("sleep", "kill"):
+        elif self.way in ("sleep", "kill", "evaluation"):
             time.sleep(1000)
 
 

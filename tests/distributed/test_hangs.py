@@ -12,7 +12,7 @@ import pytest
 
 from src.errors import EXIT_HUNG
 from src.hangs.heartbeats import process_state
-from tests.commands import ROOT, TORCHRUN, TWO, environment, read_json, train
+from tests.commands import ROOT, TORCHRUN, TWO, environment, fit, read_json, train
 from tests.distributed.test_two_processes import srun
 
 HANG = [
@@ -35,9 +35,11 @@ def of_session(session: int) -> list[int]:
     return found
 
 
-def hang(run_root: Path, *arguments: str, launcher: tuple[str, ...] = ("-m",), **more: str) -> tuple[int, str]:
+def hang(
+    run_root: Path, *arguments: str, launcher: tuple[str, ...] = ("-m",), subcommand: str = "fit", **more: str
+) -> tuple[int, str]:
     """Run the command until it and every process that it has started are gone; returns its exit code and stderr."""
-    command = [sys.executable, *launcher, "src.cli", "fit", *TWO, *HANG, *arguments]
+    command = [sys.executable, *launcher, "src.cli", subcommand, *TWO, *HANG, *arguments]
     with (run_root / "stderr").open("w+") as stderr:  # a pipe would be held open by whatever is left
         process = subprocess.Popen(
             command,
@@ -89,6 +91,22 @@ def test_a_loader_that_stalls_is_named(tmp_path: Path) -> None:
     code, text = hang(tmp_path, *stalls)
     assert code == EXIT_HUNG
     assert re.search(r": rank 1 on \S+ is in (fetching a batch|the start of an epoch) after step \d+", said(text))
+
+
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_a_rank_that_stalls_in_an_evaluation_is_named(run_root: Path, command: str) -> None:
+    """An evaluation is watched as training is: both ranks end, one message says which is stuck in which step."""
+    way = ["--model.way", "evaluation"]
+    no_validation = ["--trainer.limit_val_batches", "0", "--trainer.max_steps", "1"]
+    fit(run_root, "hung", *HANG, *SMALL_DATA, *way, *no_validation)
+    code, text = hang(run_root, *SMALL_DATA, *way, subcommand=command)
+    assert code == EXIT_HUNG
+    fault, other, _ = said(text).splitlines()[:3]
+    assert re.search(
+        r": rank 1 on \S+ is in the step of an evaluation after step 0, for \d+ s, at hangs.py:\d+ ", fault
+    )
+    assert re.search(r"^  rank 0 on \S+ is in ", other)
+    assert "get_stuck" in (run_root / "hung" / "hang-rank1.txt").read_text()
 
 
 def test_a_stopped_rank_is_reported(tmp_path: Path) -> None:
