@@ -65,7 +65,7 @@ def hint(error: BaseException) -> str | None:
     if "find_unused_parameters=True" in text:
         return (
             "some parameters got no gradient in a step. If the model skips parts of itself on purpose: "
-            "--trainer.strategy ddp_find_unused (slower); otherwise TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
+            "--trainer.strategy ddp_find_unused (slower)"
         )
     if "does not allow for gradient clipping" in text:
         return (

@@ -1,6 +1,7 @@
 """DDP with corrections."""
 
 import atexit
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,14 @@ class DDP(DDPStrategy):
                 "trainer.sync_batchnorm works on GPUs alone and this model's BatchNorm is on CPUs: leave it out here, "
                 "where each rank then normalizes by its own samples"
             )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning replaces PyTorch's text on parameters without a gradient, which has their numbers."""
+        found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(exception))
+        super().on_exception(exception)
+        if found and self.lightning_module is not None:
+            names = [name for name, part in self.lightning_module.named_parameters() if part.requires_grad]
+            exception.add_note(f"without a gradient: {', '.join(names[int(number)] for number in found[1].split())}")
 
     # --- the process group ---
 

@@ -141,10 +141,11 @@ def test_predictions_of_two_ranks_come_in_the_data_sets_order(probed: tuple[Path
 
 
 def test_an_unused_branch_needs_the_named_strategy(tmp_path: Path) -> None:
-    """Plain ddp fails on a module that trains under ddp_find_unused (`probed`), and the message names that."""
+    """Plain ddp fails on a module that trains under ddp_find_unused (`probed`); it names that and the parameters."""
     failed = train(tmp_path, "fit", *PROBE, *MANY, *TWO, "--model.unused", "true", check=False)
     assert failed.returncode == 1
     assert "--trainer.strategy ddp_find_unused" in failed.stderr
+    assert "without a gradient: unused.weight, unused.bias\n" in failed.stderr
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard"])

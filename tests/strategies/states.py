@@ -16,12 +16,12 @@ from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.errors import UserError
-from src.strategies import resolve_strategy
+from src.strategies import NAMES, resolve_strategy
 from src.strategies.fsdp import FSDP, choose_format
 from src.strategies.full_state import full
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from tests.strategies.group import in_group
-from tests.strategies.pairs import PAIRS, tried
+from tests.strategies.pairs import PAIRS, SCALED, scaled, tried
 from tests.tiny import loader, quiet_trainer
 
 STEPS, HALF, BATCH = 8, 4, 12
@@ -149,4 +149,9 @@ def ranks(rank: int, world: int, phase: int, runs: list[tuple[str, str, str]], f
         if phase == 1:
             results["refused"] = refusals(world)
             results["pairs"] = {"/".join(pair): tried(*pair, world) for pair in PAIRS}
+            results["scaled"] = {
+                f"{strategy}/{case}": scaled(strategy, world, *SCALED[case])
+                for strategy in NAMES[1:]
+                for case in SCALED
+            }
     torch.save(results, Path(folder) / f"results-{phase}-{rank}.pt")

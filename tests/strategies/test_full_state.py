@@ -9,6 +9,7 @@ import torch
 from src.checkpoint.contents import average_in, rebuild
 from src.checkpoint.export import WRAPPERS
 from src.checkpoint.shards import IN_PARTS, load
+from src.strategies import NAMES
 from tests.strategies import pairs, states
 
 SHAPES = [("auto", 1), ("ddp", 1), ("fsdp_full_shard", 1), ("fsdp_shard_grad_op", 1)]
@@ -237,3 +238,24 @@ def test_every_strategy_trains_in_every_precision(seen, pair):
             "kept": kept,
             "steps": 1,
         }
+
+
+@pytest.mark.parametrize("strategy", NAMES[1:])
+def test_gradients_are_clipped_without_the_loss_scale(seen, strategy):
+    """Under 16-mixed a norm of 0.5 is one of the true gradients, whatever the loss is scaled with."""
+    for of_rank in seen:
+        plain, scaled = (of_rank["scaled"][f"{strategy}/{case}"]["weights"] for case in ("unscaled", "scaled"))
+        steps = torch.tensor(scaled).diff(dim=0)
+        torch.testing.assert_close(steps.norm(dim=1), torch.full((2,), 0.5), rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(scaled), torch.tensor(plain), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", NAMES[1:])
+def test_all_ranks_skip_a_step_that_overflows_on_one(seen, strategy):
+    """An infinite gradient in the part of one rank: no rank makes that step, and all go on with half the scale."""
+    for of_rank in seen:
+        found = of_rank["scaled"][f"{strategy}/overflowing"]
+        first, skipped, last = found["weights"]
+        assert skipped == first
+        assert all(after != before for before, after in zip(first, last, strict=True))
+        assert found["scales"] == [1024.0, 512.0, 512.0]

@@ -44,6 +44,22 @@ def test_a_name_means_its_settings(name, unused):
 
 
 @pytest.mark.parametrize(
+    ("name", "reshard", "over"),
+    [
+        ("fsdp_full_shard", True, None),
+        ("fsdp_shard_grad_op", False, None),
+        ("fsdp_hybrid_shard", True, "node"),
+    ],
+)
+def test_a_sharded_name_means_its_settings(name, reshard, over):
+    """They differ in what is kept after a forward pass and over which ranks is sharded; nothing is offloaded."""
+    strategy = StrategyRegistry.get(name)
+    assert isinstance(strategy, FSDP)
+    assert (strategy.reshard_after_forward, strategy.ranks_per_shard, strategy.cpu_offload) == (reshard, over, False)
+    assert strategy.reduce_dtype == torch.float32
+
+
+@pytest.mark.parametrize(
     ("strategy", "told"),
     [
         (FSDP(ranks_per_shard="node"), ["note: on one node fsdp_hybrid_shard is fsdp_full_shard"]),
