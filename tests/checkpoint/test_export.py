@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from src.checkpoint.__main__ import main
+from src.checkpoint.shards import IN_PARTS, part_path
+from src.checkpoint.write import write_parts
 from tests.commands import SMALL, fit, weights
 from tests.small_task import SmallModule, SmallNet
 
@@ -62,6 +64,23 @@ def test_a_trained_network_loads_into_the_plain_one(
         assert torch.equal(net.head.weight, trained["model.head.weight"])
         assert main(["export", "mine", str(out), "--prefix", "", "--force"]) == 0
         SmallModule().load_state_dict(load(out), strict=True)
+
+
+@FORMATS
+def test_a_checkpoint_in_parts_becomes_one_file(run_root: Path, tmp_path: Path, suffix: str) -> None:
+    """Each tensor is put together from what two ranks have written, and loads with strict=True on one process."""
+    path = saved(run_root / "parts", {})
+    state = SmallModule().state_dict()
+    files: list[Path | None] = [part_path(path, "aaaa", rank, 2) for rank in range(2)]
+    for rank in (1, 0):
+        rows = {f"state_dict.{name}": value.tensor_split(2)[rank].clone() for name, value in state.items()}
+        content = {"global_step": 5, "epoch": 1, "state_dict": dict.fromkeys(state, IN_PARTS)}
+        assert write_parts(content, rows, path, files, rank) is None
+    out = tmp_path / f"weights{suffix}"
+    assert main(["export", "parts", str(out), "--prefix", ""]) == 0
+    module = SmallModule()
+    module.load_state_dict(load(out), strict=True)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
 
 
 @FORMATS

@@ -60,6 +60,22 @@ def test_a_sharded_name_means_its_settings(name, reshard, over):
 
 
 @pytest.mark.parametrize(
+    ("precision", "settings", "gathered", "summed"),
+    [
+        ("32-true", {}, None, torch.float32),
+        ("bf16-mixed", {}, torch.bfloat16, torch.float32),
+        ("bf16-true", {}, None, torch.float32),
+        ("bf16-mixed", {"reduce_dtype": "bfloat16"}, torch.bfloat16, torch.bfloat16),
+        ("64-true", {}, None, None),
+    ],
+)
+def test_gradients_are_summed_in_fp32_unless_told_otherwise(precision, settings, gathered, summed):
+    """Units are gathered in the type that they compute in; their inputs, and so targets, are left as they are."""
+    policy = quiet_trainer(strategy=FSDP(**settings), precision=precision).strategy._policy()
+    assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (gathered, summed, False)
+
+
+@pytest.mark.parametrize(
     ("strategy", "told"),
     [
         (FSDP(ranks_per_shard="node"), ["note: on one node fsdp_hybrid_shard is fsdp_full_shard"]),
