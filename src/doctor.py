@@ -10,6 +10,7 @@ import argparse
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def machine() -> Iterator[Line]:
-    """Versions and cards."""
+    """Versions and cards; a driver that does not answer may cost a run."""
     yield "python", f"{platform.python_version()}, torch {torch.__version__}", False
     yield "cpus", f"{usable_cpus()}", False
     for index in range(torch.cuda.device_count()):
@@ -54,6 +55,21 @@ def machine() -> Iterator[Line]:
         yield f"gpu {index}", f"{card.name}, {memory}", False
     if not torch.cuda.is_available():
         yield "gpus", "none that torch can use", False
+        return
+    version = driver()
+    yield "driver", version or "nvidia-smi does not say its version", version is None
+    if torch.distributed.is_nccl_available():
+        yield "nccl", f"{'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}", False
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver; None where nvidia-smi does not know, as with a card that has fallen off."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
 
 
 def storage() -> Iterator[Line]:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from src import doctor, vanishing
 
@@ -39,6 +40,34 @@ def test_the_whole_machine_is_described(root: Path, capsys: pytest.CaptureFixtur
     """Without an option: versions and cards too."""
     assert doctor.main([]) == 0
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} >= {"python", "cpus", "room"}
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [("echo 570.86.15\necho 570.86.15", 0, "570.86.15\n"), ("echo No devices; exit 9", 1, "warning: nvidia-smi does")],
+    ids=["answers", "fails"],
+)
+def test_a_gpus_driver_and_nccl_are_named(
+    script: str,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Their versions are what a report of an NCCL error needs; a driver that does not answer is a warning."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    assert doctor.main([]) == code
+    output = capsys.readouterr().out
+    assert f"driver        {said}" in output
+    assert "nccl          2.27.3, CUDA" in output
 
 
 def test_a_place_that_vanishes_is_a_warning(
