@@ -21,11 +21,8 @@ PAIRS = [
     if not precision.startswith("16")  # needs a GPU
 ]
 
-SCALED = {
-    "unscaled": (1.0,),
-    "scaled": (1024.0,),
-    "overflowing": (1024.0, 1),
-}  # loss scale, step of an infinite gradient
+# Loss scale, and the step of an infinite gradient.
+SCALED = {"unscaled": (1.0, -1), "scaled": (1024.0, -1), "overflowing": (1024.0, 1)}
 
 
 class Floats(LightningModule):
@@ -93,7 +90,7 @@ class Scaled(LightningModule):
         return torch.optim.SGD(self.parameters(), 1.0)
 
 
-def scaled(strategy: str, world: int, scale: float, at: int = -1) -> dict[str, Any]:
+def scaled(strategy: str, world: int, scale: float, at: int) -> dict[str, Any]:
     """Three steps of 16-mixed with gradients clipped to a norm of 0.5, the weights and the scale after each."""
     torch.manual_seed(0)
     module, scaler = Scaled(at), torch.amp.GradScaler("cpu", init_scale=scale)

@@ -1,3 +1,5 @@
+from typing import cast
+
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -71,7 +73,7 @@ def test_a_sharded_name_means_its_settings(name, reshard, over):
 )
 def test_gradients_are_summed_in_fp32_unless_told_otherwise(precision, settings, gathered, summed):
     """Units are gathered in the type that they compute in; their inputs, and so targets, are left as they are."""
-    policy = quiet_trainer(strategy=FSDP(**settings), precision=precision).strategy._policy()
+    policy = cast(FSDP, quiet_trainer(strategy=FSDP(**settings), precision=precision).strategy)._policy()
     assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (gathered, summed, False)
 
 
