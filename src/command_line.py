@@ -6,12 +6,14 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from src.errors import UserError
+
+if TYPE_CHECKING:  # the launcher reads files with this module and must start fast
+    from jsonargparse import ArgumentParser
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -128,7 +130,7 @@ def read_config(path: str, name: str | None = None) -> dict[str, Any]:
     return content
 
 
-def explain(error: Exception, parser: ArgumentParser, argv: list[str]) -> str:
+def explain(error: Exception, parser: "ArgumentParser", argv: list[str]) -> str:
     """One line for a parser's error: the full key, what is wrong, the nearest valid name, the file it stands in."""
     text = str(error)
     keys = re.findall(r'Parser key "([^"]+)"', text)
@@ -155,7 +157,7 @@ def explain(error: Exception, parser: ArgumentParser, argv: list[str]) -> str:
     return f"{path}: {reason}{_origin(path, argv)}" if path else reason
 
 
-def _keys(parser: ArgumentParser) -> list[str]:
+def _keys(parser: "ArgumentParser") -> list[str]:
     return [action.dest for action in parser._actions if action.dest not in ("help", "print_config")]
 
 

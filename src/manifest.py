@@ -16,6 +16,7 @@ import torch
 from src.files import write_text
 from src.run import Run
 
+SNAPSHOT = ".snapshot"  # in the copy of the code that a submitted job runs: slurm/snapshot.py
 DIFF_LIMIT = 2**20  # bytes of code.diff; a larger one is data in git, not code
 
 
@@ -30,14 +31,29 @@ def git(*arguments: str) -> str | None:
     return result.stdout if result.returncode == 0 else None
 
 
+def _code() -> tuple[str | None, str, bool, list[str]]:
+    """Commit, what differs from it, whether anything does, untracked files: of the snapshot where this code is one.
+
+    A snapshot is no repository, but may lie in one, whose state is another by now.
+    """
+    snapshot = Path(__file__).resolve().parent.parent / SNAPSHOT
+    if snapshot.is_dir():
+        commit, diff, left_out = (
+            (snapshot / name).read_text(errors="replace") for name in ("commit", "dirty.patch", "left_out.txt")
+        )
+        return commit.strip(), diff, bool(diff), left_out.splitlines()
+    status = git("status", "--porcelain")
+    untracked = [line[3:] for line in (status or "").splitlines() if line.startswith("??")]
+    head = (git("rev-parse", "HEAD") or "").strip() or None
+    return head, git("diff", "HEAD", "--no-color") or "", bool(status), untracked
+
+
 def describe_start(run: Run, cards: Iterable[str]) -> dict[str, Any]:
     """The part of manifest.json that is about code and machine; writes code.diff where the tree is dirty.
 
     Environment variables are left out: they hold secrets.
     """
-    diff = git("diff", "HEAD", "--no-color") or ""
-    status = git("status", "--porcelain")
-    untracked = [line[3:] for line in (status or "").splitlines() if line.startswith("??")]
+    commit, diff, dirty, untracked = _code()
     if diff:
         write_text(
             run.path / "code.diff", diff if len(diff) <= DIFF_LIMIT else f"{len(diff)} bytes, too large to keep\n"
@@ -46,8 +62,8 @@ def describe_start(run: Run, cards: Iterable[str]) -> dict[str, Any]:
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "folder": os.getcwd(),
-        "commit": (git("rev-parse", "HEAD") or "").strip() or None,
-        "dirty": bool(status),
+        "commit": commit,
+        "dirty": dirty,
         "diff": "code.diff" if diff else None,
         "untracked": untracked,
         "python": platform.python_version(),

@@ -59,3 +59,15 @@ def test_the_manifest_needs_no_repository(tmp_path, monkeypatch):
         ["CPU"] * 2,
     )
     assert facts["packages"]["torch"].startswith(torch.__version__.split("+")[0])
+
+
+def test_a_snapshot_says_its_own_commit(tmp_path, repository, monkeypatch):
+    """Code that was copied for a job has the commit and the diff it was copied with, whatever is around it now."""
+    records = repository / "runs/.snapshots/0123/.snapshot"
+    records.mkdir(parents=True)
+    for name, text in (("commit", f"{'a' * 40}\n"), ("dirty.patch", "+one = 3\n"), ("left_out.txt", "notes.md\n")):
+        (records / name).write_text(text)
+    monkeypatch.setattr(module, "__file__", str(records.parent / "src/manifest.py"))
+    facts = describe_start(Run(str(tmp_path), "new"), [])
+    assert (facts["commit"], facts["dirty"], facts["untracked"]) == ("a" * 40, True, ["notes.md"])
+    assert (tmp_path / "code.diff").read_text() == "+one = 3\n"

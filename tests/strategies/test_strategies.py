@@ -136,7 +136,7 @@ def test_checkpoints_are_in_parts_where_that_can_be(strategy, plugins, wanted, s
 def test_ddp_in_a_single_process_goes_without_the_wrap():
     """One process reduces nothing, so the module is trained as it is; the wrap would keep a copy of its gradients."""
     module, seen = Line(), []
-    module.on_train_batch_end = lambda *_: seen.append(trainer.strategy.model is module)
+    module.on_train_batch_end = lambda *_: seen.append(trainer.strategy.model is module)  # type: ignore[method-assign]
     trainer = quiet_trainer(strategy="ddp", devices=1, max_steps=1)
     try:
         trainer.fit(module, torch.ones(2, 1))
