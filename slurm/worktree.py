@@ -168,14 +168,15 @@ def patch(root: Path, commit: str, changed: Sequence[str]) -> Iterator[bytes]:
     for name in changed:
         folders = (parent for parent in Path(name).parents if parent.name and (root / parent / ".git").exists())
         repositories.setdefault(str(next(folders, "")), []).append(name)
+    submodules = ("--submodule=short", "--ignore-submodules=dirty")  # their edits have a part of their own
     for place, names in repositories.items():
         start = f"{prefix}{place}/" if place else ""  # git writes `prefix` itself
-        options = ("--binary", "--unified=3", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")
-        options += (f"--src-prefix=a/{start}", f"--dst-prefix=b/{start}", "--ignore-submodules=dirty")
+        options = ("--binary", "--unified=3", "--no-ext-diff", "--no-textconv", "--no-color")
+        prefixes = (f"--src-prefix=a/{start}", f"--dst-prefix=b/{start}")
         rest = iter(os.path.relpath(name, place or ".") for name in names)
         while some := list(islice(rest, 500)):  # a command line has a limit
             base = "HEAD" if place else commit
-            command = ("--literal-pathspecs", "diff", *options, "--submodule=short", base, "--", *some)
+            command = ("--literal-pathspecs", "diff", *options, *prefixes, *submodules, base, "--", *some)
             yield git(root / place, *command)
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from slurm.errors import LaunchError
 from slurm.snapshot import Plan, plan, take
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
-ODD = ["with space", 'it\'s "quoted"', "new\nline", "grüße", os.fsdecode(b"latin-\xfc"), "-n", ":(glob)*", "*"]
+ODD = ["with space", 'it\'s "quoted"', "new\nline", "grüße", os.fsdecode(b"latin-\xfc"), "-n", ":(odd)*", "*"]
 
 
 @pytest.fixture(autouse=True)
@@ -303,8 +304,9 @@ def test_a_submodule_at_another_commit_is_a_change(root: Path, submodule: Path, 
     """The patch names both commits."""
     write(submodule, {"wide.py": "wider\n"})
     new = commit(submodule)
+    write(submodule, {"wide.py": "widest\n"})
     planned = plan(root)
-    assert planned.changed == ("lib/outer",)
+    assert planned.changed == ("lib/outer", "lib/outer/wide.py")
     assert f"+Subproject commit {new}\n" in (take(planned, store) / ".snapshot/dirty.patch").read_text()
 
 
@@ -409,10 +411,10 @@ def test_launchignore_takes_tracked_files_out(root: Path, submodule: Path) -> No
 
 def test_launchignore_alone_decides(root: Path) -> None:
     """What .gitignore says of a tracked file does not count, nor does .git/info/exclude."""
-    write(root, {"forced.log": "x"})
-    git(root, "add", "--force", "forced.log")
+    write(root, {"forced.log": "x", "out.log": "x"})
+    git(root, "add", "--force", "forced.log", "out.log")
     (root / ".git/info/exclude").write_text("src\n")
-    (root / ".launchignore").write_text("configs/\n")
+    (root / ".launchignore").write_text("configs/\nout.log\n")
     assert list(plan(root).files) == [".gitignore", "forced.log", "src/train.py"]
 
 
@@ -448,18 +450,28 @@ def inner(tmp_path: Path) -> Path:
 
 def test_a_project_in_a_larger_repository(inner: Path, store: Path, tmp_path: Path) -> None:
     """Only its own files, named from its own folder; the patch is for the repository's top folder."""
+    with (tmp_path / "gitconfig").open("a") as file:
+        file.write("[diff]\nrelative = true\n")
+    repository(tmp_path / "library", {"wide.py": "wide\n"})
+    git(inner, "submodule", "--quiet", "add", str(tmp_path / "library"), "lib")
+    commit(inner)
+    (inner / "lib/wide.py").write_text("wider\n")
     (inner / "src/train.py").write_text("2\n")
     (inner / "new.py").touch()
     (inner.parent / "other.py").touch()
     (inner.parent.parent / "README").write_text("edited")
     (inner / ".launchignore").write_text("/README\n")
     planned = plan(inner)
-    assert (list(planned.files), planned.changed) == (["src/train.py"], ("src/train.py",))
+    assert (list(planned.files), planned.changed) == (
+        ["lib/wide.py", "src/train.py"],
+        ("lib/wide.py", "src/train.py"),
+    )
     assert planned.left_out == (".launchignore", "new.py")
     folder = take(planned, store)
-    git(tmp_path, "clone", "-q", str(inner.parent.parent), "again")
+    git(tmp_path, "clone", "-q", "--recurse-submodules", str(inner.parent.parent), "again")
     git(tmp_path / "again", "apply", str(folder / ".snapshot/dirty.patch"))
     assert (tmp_path / "again/projects/mine/src/train.py").read_text() == "2\n"
+    assert (tmp_path / "again/projects/mine/lib/wide.py").read_text() == "wider\n"
     assert (tmp_path / "again/README").read_text() == "top"
 
 
@@ -514,8 +526,10 @@ def test_the_user_s_git_settings_do_not_mislead(root: Path, store: Path, tmp_pat
     settings += "[color]\nui = always\n[core]\nquotePath = true\n"
     with (tmp_path / "gitconfig").open("a") as file:
         file.write(settings)
+    write(root, {"src/train.py": "1\n2\n3\n4\n5\n"})
+    commit(root)
     git(root, "mv", "configs/a.yaml", "configs/z.yaml")
-    (root / "src/train.py").write_text("2\n")
+    write(root, {"src/train.py": "1\n2\nthree\n4\n5\n"})
     (root / "new.txt").touch()
     planned = plan(root)
     assert planned.changed == ("configs/a.yaml", "configs/z.yaml", "src/train.py")
@@ -524,7 +538,7 @@ def test_the_user_s_git_settings_do_not_mislead(root: Path, store: Path, tmp_pat
     git(tmp_path, "clone", "-q", str(root), "again")
     git(tmp_path / "again", "apply", str(folder / ".snapshot/dirty.patch"))
     assert names(folder) == {".gitignore", "configs/z.yaml", "src/train.py"}
-    assert (tmp_path / "again/src/train.py").read_text() == "2\n"
+    assert "three" in (tmp_path / "again/src/train.py").read_text()
     assert not (tmp_path / "again/configs/a.yaml").exists()
 
 
@@ -611,7 +625,12 @@ def test_a_plan_is_fast(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three processes of git, however many files: a dry run calls it."""
     calls = []
     run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *given, **more: calls.append(given) or run(*given, **more))
+
+    def counted(*given: Any, **more: Any) -> subprocess.CompletedProcess[bytes]:
+        calls.append(given)
+        return run(*given, **more)
+
+    monkeypatch.setattr(subprocess, "run", counted)
     plan(root)
     assert len(calls) == 3
 
@@ -745,12 +764,9 @@ def test_times_are_those_of_the_submission(root: Path, store: Path) -> None:
     assert (take(plan(root), store) / "src/train.py").stat().st_mtime > 1e9
 
 
-Step = Callable[[Plan, Path], None]
-
-
-def during(monkeypatch: pytest.MonkeyPatch, what: Callable[[Plan, Path], None]) -> None:
+def during(monkeypatch: pytest.MonkeyPatch, what: Callable[[Plan, Path], object]) -> None:
     """Do something when the copies are there and the folder has not got its name yet."""
-    fill: Step = snapshot._fill
+    fill = snapshot._fill
 
     def and_then(planned: Plan, folder: Path) -> None:
         fill(planned, folder)
@@ -764,7 +780,7 @@ def test_two_submissions_at_once_end_with_the_same_folder(
 ) -> None:
     """Both build, one of them comes second, and nothing is left over."""
     both = threading.Barrier(2)
-    during(monkeypatch, lambda planned, folder: both.wait(30) and None)
+    during(monkeypatch, lambda planned, folder: both.wait(30))
     planned = plan(root)
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(take(planned, store))) for _ in range(2)]
