@@ -1,9 +1,10 @@
 # make train | test | lint | setup — everything runs in .venv, which the first call makes.
+# make cluster-up | cluster-down — a Slurm of four nodes on this machine; needs root and no .venv.
 PYTHON ?= python3
 CONFIG ?= configs/cpu.yaml
 BIN := .venv/bin
 
-.PHONY: train test lint format setup
+.PHONY: train test lint format setup cluster-up cluster-down
 train: setup
 	$(BIN)/python -m src.cli fit --config $(CONFIG)
 
@@ -18,6 +19,12 @@ lint: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+cluster-up:
+	@$(PYTHON) slurm/local_cluster.py up
+
+cluster-down:
+	@$(PYTHON) slurm/local_cluster.py down
 
 setup: .venv/installed
 

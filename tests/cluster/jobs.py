@@ -1,0 +1,61 @@
+"""Slurm's commands as tests need them, on the cluster that the plain commands find."""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+
+NODES = ["n1", "n2", "n3", "n4"]
+FOUR_GPUS = "gpu:a100:4"
+
+
+def slurm(*command: str, stdin: str = "") -> str:
+    """What a command prints, outside of any job; a failure shows what it says."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
+    done = subprocess.run(command, env=clean, input=stdin, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def found() -> bool:
+    """Whether the plain commands find the local cluster's four nodes."""
+    if shutil.which("sinfo") is None:
+        return False
+    try:
+        told = slurm("sinfo", "--noheader", "--Node", "--partition=a100", "--format=%N %G")
+    except AssertionError:  # no slurm.conf, or nobody answers
+        return False
+    return told.splitlines() == [f"{name} {FOUR_GPUS}" for name in NODES]
+
+
+def sbatch(script: str, *options: str) -> str:
+    """Submit the lines of a bash script; returns the job's number."""
+    return slurm("sbatch", "--parsable", *options, stdin=f"#!/bin/bash\n{script}\n").strip()
+
+
+def field(job: str, name: str) -> str:
+    """What `scontrol show job` says of one job, such as JobState or Restarts."""
+    shown = re.search(rf"\b{name}=(\S*)", slurm("scontrol", "show", "job", job))
+    assert shown, f"scontrol says no {name} of job {job}"
+    return shown[1]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Return as soon as the condition holds; `seconds` are patience, not a measure of speed."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"after {seconds:.0f} s still not: {what}"
+        time.sleep(0.3)
+
+
+def leave(jobs: list[str]) -> None:
+    """Cancel jobs, if they still run, and wait until their nodes are free of them."""
+    if not jobs:
+        return
+    slurm("scancel", *jobs)
+    names = ",".join(jobs)
+    gone = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={names}")
+    ends = {"PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED", "CONFIGURING"}
+    wait_for(lambda: not ends & set(slurm(*gone).split()), 120, f"jobs {names} have left")
