@@ -1,0 +1,69 @@
+"""What is said of jobs before they are submitted: a summary, and everything in a dry run."""
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slurm import render, sbatch, syntax
+from slurm.render import Job
+from slurm.snapshot import Plan
+from slurm.training import Training, batch_text
+
+if TYPE_CHECKING:
+    from slurm.plan import Submission
+
+
+def summary(jobs: Sequence[Job], training: Training, plan: Plan | None, points: int) -> list[str]:
+    """What will be used, in the words of a user."""
+    lines = []
+    for job in jobs:
+        cluster, shape = job.cluster, job.shape
+        card = (cluster.gpu or cluster.gpu_type or "GPU").upper() if cluster.gpu_request else "process"
+        kind = ("GPU" if cluster.gpu_request else "process") + (
+            "s" if shape.world_size > 1 and cluster.gpu_request else ""
+        )
+        nodes = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''}"
+        parts = [f"{nodes} × {shape.gpus_per_node} {card} = {shape.world_size} {kind}", syntax.format_time(job.time)]
+        parts += [f"partition {cluster.partition}"] if cluster.partition else []
+        parts += [text] if (text := batch_text(training, shape.world_size)) else []
+        parts += [f"{points} runs"] if points else []
+        lines.append(", ".join(parts))
+        if cluster.cost_per_gpu_hour:
+            most = cluster.cost_per_gpu_hour * shape.world_size * job.time.total_seconds() / 3600
+            lines[-1] += f", at most {most * max(points, 1):.0f} of what the site bills"
+    job = jobs[0]
+    continued = (job.run_root / job.name / "checkpoints").is_dir()
+    lines.append(f"run: {job.name} in {job.run_root}{' (goes on from its newest checkpoint)' if continued else ''}")
+    if plan is None:
+        lines.append(f"code: {job.code}")
+    else:
+        edits = (
+            f" and {len(plan.changed)} uncommitted change{'s' if len(plan.changed) > 1 else ''}" if plan.changed else ""
+        )
+        lines.append(f"code: {len(plan.files)} files at {plan.commit[:8]}{edits}")
+        if plan.left_out:
+            names = ", ".join(plan.left_out[:5]) + (" …" if len(plan.left_out) > 5 else "")
+            lines.append(f"left out, as git does not track them: {names} (--include)")
+    return lines
+
+
+def show(submission: "Submission") -> None:
+    """The whole of a dry run, on stdout."""
+    for job in submission.jobs:
+        _section("script", f"sbatch --parsable {shlex.quote(str(job.folder))}/…_submission.sh", sbatch.script(job))
+        starts = [
+            f"{run}: {render.plain_command(command)}" for run, command in zip(job.runs, job.commands, strict=True)
+        ]
+        _section("training", *starts)
+        _section("environment added", *render.describe_environment(render.environment(job)))
+        if plan := submission.snapshot:
+            left = [f"left out: {name}" for name in plan.left_out] or ["left out: nothing"]
+            changed = [f"with its uncommitted change: {name}" for name in plan.changed]
+            _section("code", f"{len(plan.files)} files at commit {plan.commit}", *changed, *left)
+        if estimate := sbatch.start_estimate(job):
+            _section("sbatch --test-only", estimate)
+    print("nothing was submitted or written", flush=True)
+
+
+def _section(title: str, *lines: str) -> None:
+    print(f"--- {title} ---", *lines, "", sep="\n")

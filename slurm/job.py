@@ -1,0 +1,102 @@
+"""What a job does on its first node before and after it trains: `python -m slurm.job --tasks 4 RUN_FOLDER`.
+
+At every start it leaves where the run is finished or where another job of its race was first, sees that the code is
+the snapshot's, and finds where the ranks meet. What it prints is for the batch script; what it says is in batch.out.
+"""
+
+import argparse
+import datetime
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from slurm import history, race
+
+# Below the ephemeral range (32768 and up on Linux), whose ports any connection may hold.
+FIRST_PORT, PORTS = 10000, 20000
+
+
+def say(text: str) -> None:
+    """To batch.out, as stdout is the script's."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list, such as `rack[1-2]node[01-04]`; the batch script runs there."""
+    if shutil.which("scontrol"):
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=60)
+        if done.returncode == 0 and done.stdout.split():
+            return done.stdout.split()[0]
+    from submitit.slurm.slurm import _parse_node_list
+
+    return str(_parse_node_list(nodes)[0])
+
+
+def free_port(job: int, host: str = "") -> int:
+    """One that no other job takes, by the job's number, and that nobody listens on here."""
+    for attempt in range(PORTS):
+        port = FIRST_PORT + (job + attempt * 97) % PORTS
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        return port
+    raise SystemExit("no free port between 10000 and 29999 on this node")
+
+
+def foreign_code(code: Path) -> str | None:
+    """Where Python would take `src` from instead of `code`; None where it is right."""
+    import importlib.util
+
+    found = importlib.util.find_spec("src")
+    origin = Path(found.origin).resolve() if found and found.origin else None
+    return None if origin and origin.is_relative_to(code.resolve()) else str(origin)
+
+
+def begin(run: Path, tasks: int, race_name: str) -> str:
+    """The lines to evaluate."""
+    job, start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    nodes = os.environ["SLURM_JOB_NODELIST"]
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    say(f"job {job}, {'first start' if start == 0 else f'restart {start}'}, on {nodes}, {now}: run {run}")
+    if (run / "DONE").exists():
+        say("the run is finished: nothing to do")
+        return "exit 0"
+    if race_name and (winner := race.claim(run / "slurm", race_name, job)) != job:
+        say(f"job {winner} was first: this one leaves")
+        return "exit 0"
+    if race_name:
+        race.cancel_others(race_name, job)
+    history.note(run, history.own_job(os.environ), "start", restart=start, nodes=nodes)
+    if (given := os.environ.get("SLURM_NTASKS")) and int(given) != tasks:
+        raise SystemExit(f"Slurm starts {given} tasks, the run wants {tasks}")
+    if other := foreign_code(Path.cwd()):
+        raise SystemExit(f"src would be imported from {other}, not from {Path.cwd()}: see setup: and PYTHONPATH")
+    found = {"MASTER_ADDR": first_host(nodes), "MASTER_PORT": str(free_port(int(job)))}
+    say(" ".join(f"{name}={value}" for name, value in found.items()))
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in found.items())
+
+
+def main() -> int:
+    """Print the lines."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--tasks", type=int, help="how many Slurm must start")
+    parser.add_argument("--race", default="", help="leave where another job has it")
+    parser.add_argument("--ended", type=int, metavar="CODE", help="training is over, with this exit code")
+    options = parser.parse_args()
+    if options.ended is not None:
+        history.note(options.run, history.own_job(os.environ), "end", code=options.ended)
+        return 0
+    print(begin(options.run, options.tasks, options.race))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""Look after the jobs that submit.py has submitted.
+
+    python slurm/jobs.py list                       # every run: its job, state and why, step, age of its checkpoint
+    python slurm/jobs.py logs RUN [--rank R] [-f]   # a rank's output; --err shows the ranks that fell, the first first
+    python slurm/jobs.py gpu RUN                    # what its GPUs do right now
+    python slurm/jobs.py cancel RUN                 # that run's jobs and no others
+    python slurm/jobs.py resume RUN                 # submit it again as it was: of a grid, what is not finished
+    python slurm/jobs.py report [GRID]              # results as a table
+
+RUN is a run's name, or a grid's with all its runs. Works with squeue alone; sacct is asked where there is one.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
+    _HERE = Path(__file__).resolve().parent
+    sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
+
+from slurm import sbatch, submit
+from slurm.cluster import load_cluster
+from slurm.errors import LaunchError
+from slurm.plan import find_run_root
+from slurm.states import State, hint, states
+
+GPU_QUERY = "index,name,utilization.gpu,memory.used,memory.total,power.draw"
+GPU_SECONDS = 30
+TAIL = 40  # lines
+# What srun writes to batch.out when tasks end badly.
+FELL = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
+
+
+def list_runs(found: Sequence[State]) -> None:
+    """A row for each run, and below what a reason means."""
+    rows = [("RUN", "JOB", "STATE", "WHY", "NODES", "ELAPSED/LIMIT", "STEP", "CHECKPOINT", "GPU HOURS", "COST")]
+    for state in found:
+        hours, price = state.gpu_seconds / 3600, state.record.get("cost_per_gpu_hour")
+        step = state.summary.get("last_step")
+        rows.append(
+            (
+                state.run,
+                state.job,
+                state.state,
+                state.reason,
+                state.nodes,
+                state.elapsed,
+                "" if step is None else str(step),
+                f"{age} old" if (age := state.checkpoint_age) else "",
+                f"{hours:.2f}",
+                "" if price is None else f"{hours * price:.2f}",
+            )
+        )
+    _table(rows)
+    for reason in dict.fromkeys(state.reason for state in found if state.live):
+        if text := hint(reason):
+            print(f"{reason}: {text}")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> None:
+    """Aligned columns; one that is empty in every row is left out."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    wide = [max(map(len, column)) for column in columns]
+    for row in zip(*columns, strict=True):
+        print("  ".join(f"{text:<{width}}" for text, width in zip(row, wide, strict=True)).rstrip())
+
+
+def logs(state: State, rank: int, err: bool, follow: bool, lines: int) -> None:
+    """A rank's output, or those of the ranks that fell.
+
+    Raises:
+        LaunchError: there is no such output (yet).
+
+    """
+    folder = state.folder.parent / state.record["name"] / "slurm"
+    batch, ranks = folder / f"{state.job}_batch.out", _rank_logs(folder, state.job)
+    if err:
+        return _fallen(batch, ranks, lines)
+    if ranks and rank not in ranks:
+        raise LaunchError(f"--rank {rank}: job {state.job} has the ranks 0 to {max(ranks)}")
+    files = [path for path in (batch, ranks.get(rank)) if path is not None and path.exists()]
+    if not files:
+        raise LaunchError(f"job {state.job} ({state.state}) has written nothing yet in {folder}")
+    command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
+    sys.stdout.flush()
+    subprocess.run(command, check=False)
+    return None
+
+
+def _rank_logs(folder: Path, job: str) -> dict[int, Path]:
+    found = {}
+    for path in folder.glob(f"{job}_*_log.out"):
+        if match := re.fullmatch(rf"{job}_(\d+)_log\.out", path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def _fallen(batch: Path, ranks: dict[int, Path], lines: int) -> None:
+    """How each rank ended, and the output of the one that fell first: the others often only lost it."""
+    said = batch.read_text(errors="replace") if batch.exists() else ""
+    ends: dict[int, str] = {}
+    for match in FELL.finditer(said):
+        for rank in _numbers(match["tasks"]):
+            ends.setdefault(rank, f"on {match['node']}: {match['how']}")
+    texts = {rank: path.read_text(errors="replace") for rank, path in ranks.items()}
+    by_itself = [rank for rank, how in ends.items() if "Exited with exit code" in how]
+    speaks = [rank for rank in by_itself if re.search(r"^(Traceback|error: )", texts.get(rank, ""), re.MULTILINE)]
+    first = next(iter([*speaks, *by_itself, *ends, *ranks]), None)
+    for rank in sorted({*ends, *ranks}):
+        print(
+            f"rank {rank} {ends.get(rank, 'ended well, or runs')}{'  <- fell first' if rank == first and ends else ''}"
+        )
+    if first is None:
+        print("\n".join(["no rank has started; the batch script said:", *said.splitlines()[-lines:]]))
+        return
+    print(f"--- rank {first}, its last {lines} lines ---")
+    print("\n".join(texts.get(first, "").splitlines()[-lines:]))
+
+
+def _numbers(tasks: str) -> list[int]:
+    """From Slurm's `0-2,5`."""
+    found: list[int] = []
+    for part in tasks.split(","):
+        low, _, high = part.partition("-")
+        found += range(int(low), int(high or low) + 1)
+    return found
+
+
+def gpu(state: State) -> None:
+    """Ask every node of the job, from inside the job, as ssh to a node is often not allowed.
+
+    Raises:
+        LaunchError: it does not run, or a node did not answer in time.
+
+    """
+    if state.state != "RUNNING":
+        raise LaunchError(
+            f"job {state.job} of run {state.run} is {state.state}: only a running job has GPUs to look at"
+        )
+    query = f"nvidia-smi --query-gpu={GPU_QUERY} --format=csv,noheader"
+    look = f'if command -v nvidia-smi >/dev/null; then {query} | sed "s/^/$SLURMD_NODENAME GPU /"; '
+    look += 'else echo "$SLURMD_NODENAME has no nvidia-smi; load $(cut -d" " -f1-3 /proc/loadavg)"; fi'
+    nodes = state.record["nodes"]
+    # --overlap and no memory of its own: a look must not wait for what the job holds.
+    step = ["srun", f"--jobid={state.job}", "--overlap", f"--nodes={nodes}", "--ntasks-per-node=1", "--mem=0"]
+    done = sbatch.ask(*step, "env", "-u", "CUDA_VISIBLE_DEVICES", "bash", "-c", look, seconds=GPU_SECONDS)
+    print("\n".join(sorted(done.stdout.splitlines())))
+    if done.returncode:
+        raise LaunchError(f"srun: {sbatch.advice(done.stderr)}")
+
+
+def cancel(found: Sequence[State]) -> None:
+    """End these runs' jobs, in whatever state, and no others."""
+    numbers = sorted({job for state in found for job in _jobs_of(state) if state.live})
+    if not numbers:
+        print(f"nothing to cancel: {', '.join(f'{state.run} is {state.state}' for state in found)}")
+        return
+    done = sbatch.ask("scancel", *numbers)
+    if done.returncode:
+        raise LaunchError(f"scancel: {sbatch.advice(done.stderr)}")
+    print(f"cancelled: {', '.join(numbers)}")
+
+
+def _jobs_of(state: State) -> list[str]:
+    """In a race there may be more than one."""
+    from slurm.states import records
+
+    rows = records(state.folder.parent)[state.run]
+    return [row["job"] for row in rows if row["race"] and row["race"] == state.record["race"]] or [state.job]
+
+
+def resume(found: Sequence[State], name: str) -> int:
+    """Submit a run again as it was submitted, with the code it had; of a grid the points that are not finished."""
+    if alive := [state for state in found if state.live]:
+        raise LaunchError(f"run {alive[0].run} has job {alive[0].job} ({alive[0].state}): nothing to resume")
+    open_runs = [state.run for state in found if state.state != "FINISHED"]
+    if not open_runs:
+        print(f"run {name} is finished: nothing to submit")
+        return 0
+    record = found[0].record
+    argv = list(record["argv"])
+    cut = argv.index("--") if "--" in argv else len(argv)
+    more = ["--name", record["name"], "--code", record["code"]]
+    if record["points"]:
+        more += ["--points", ",".join(str(int(run.removeprefix(f"{record['name']}-"))) for run in open_runs)]
+    os.chdir(record["folder"])
+    return submit.main([*argv[:cut], *more, *argv[cut:]])
+
+
+def report(found: Sequence[State]) -> None:
+    """Settings, state, steps and the best value of each run's metric; `*` marks the best of all."""
+    names = list(dict.fromkeys(name for state in found for name in _point(state)))
+    best = {state.run: state.summary.get("best") or {} for state in found}
+    metric = next((value["metric"] for value in best.values() if value.get("metric")), "best")
+    values = {run: value["value"] for run, value in best.items() if value.get("value") is not None}
+    top = (max if _larger_is_better(found) else min)(values.values(), default=None)
+    rows: list[Sequence[str]] = [("RUN", *names, "STATE", "STEP", metric, "GPU HOURS")]
+    for state in sorted(found, key=lambda state: state.run):
+        value = values.get(state.run)
+        shown = "" if value is None else f"{value:.6g}{' *' if value == top else ''}"
+        point, step = _point(state), state.summary.get("last_step", "")
+        settings = [point.get(name, "") for name in names]
+        rows.append((state.run, *settings, state.state, str(step), shown, f"{state.gpu_seconds / 3600:.2f}"))
+    _table(rows)
+
+
+def _point(state: State) -> dict[str, str]:
+    points, runs = state.record.get("points") or [], state.record["runs"]
+    return dict(points[runs.index(state.run)]) if points else {}
+
+
+def _larger_is_better(found: Sequence[State]) -> bool:
+    """As the runs' configuration says under checkpoint.mode."""
+    import yaml
+
+    for state in found:
+        path = state.folder / "config.yaml"
+        if path.exists():
+            return ((yaml.safe_load(path.read_text()) or {}).get("checkpoint") or {}).get("mode") == "max"
+    return False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: done; 2: refused, in one line."""
+    parser = submit._Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in ("list", "logs", "gpu", "cancel", "resume", "report"):
+        command = commands.add_parser(name)
+        command.add_argument("run", nargs="?" if name in ("list", "report") else None)
+        command.add_argument("--cluster", help="whose scratch to look in, where RUN_ROOT is not set")
+        if name == "logs":
+            command.add_argument("--rank", type=int, default=0)
+            command.add_argument("--err", action="store_true", help="how each rank ended, and who fell first")
+            command.add_argument("-f", "--follow", action="store_true")
+            command.add_argument("--lines", type=int, default=TAIL)
+    try:
+        options = parser.parse_args(argv)
+        sbatch.scrub()
+        asks = options.command in ("gpu", "cancel", "resume")
+        found = states(find_run_root(load_cluster(options.cluster)), options.run, ask_slurm=asks)
+        return _run(options, found)
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(options: argparse.Namespace, found: Sequence[State]) -> int:
+    match options.command:
+        case "list":
+            list_runs(found)
+        case "logs":
+            logs(found[0], options.rank, options.err, options.follow, options.lines)
+        case "gpu":
+            gpu(found[0])
+        case "cancel":
+            cancel(found)
+        case "resume":
+            return resume(found, options.run)
+        case "report":
+            report(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""From options to jobs: everything that is decided before anything is written or submitted."""
+
+import argparse
+import dataclasses
+import datetime
+import os
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurm import grid, race, snapshot, syntax
+from slurm.cluster import ROOT, Cluster, load_cluster
+from slurm.describe import summary
+from slurm.errors import LaunchError
+from slurm.render import Job
+from slurm.training import Shape, Training, choose_shape, given, read_training
+
+# An option whose value may be a secret; a number (model.mask_token 5) is none.
+SECRET_OPTION = re.compile(r"(api_?key|_key|token|secret|password|passwd)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What will be submitted, and what is said of it."""
+
+    name: str
+    jobs: tuple[Job, ...]  # several are a race
+    snapshot: snapshot.Plan | None
+    points: tuple[grid.Point, ...]
+    summary: tuple[str, ...]
+    warnings: tuple[str, ...]
+    finished: bool
+    trust: bool  # --trust-run-root
+    argv: tuple[str, ...]
+
+
+def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequence[str]) -> Submission:
+    """Read what has to be read and decide; writes nothing.
+
+    Raises:
+        LaunchError: what was asked for cannot be, in one line.
+
+    """
+    cluster = _cluster(options)
+    overrides, name, warnings = _take_run(overrides, options.name)
+    _refuse_secrets(overrides)
+    configs = [_config(file) for file in options.config]
+    training = read_training(configs, overrides)
+    time = _time(options.time) or cluster.time
+    run_root = find_run_root(cluster)
+    name = name or f"{training.experiment}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    _check_name(name)
+    shapes, notes = _shapes(options, training, cluster)
+    warnings += [*cluster.warnings, *notes, *_relative_paths(training), *_accelerator(training, cluster)]
+    points = grid.points(options.grid, name) if options.grid else []
+    if options.points:
+        chosen = {int(index) for index in options.points.split(",")}
+        points = [point for index, point in enumerate(points) if index in chosen]
+    plan = None if options.no_snapshot or options.code else _snapshot(options, configs, warnings)
+    code = options.code or (run_root / ".snapshots" / plan.digest if plan else ROOT)
+    race_name = uuid.uuid4().hex[:8] if options.race else ""
+    jobs = []
+    for index, shape in enumerate(shapes):
+        commands = [
+            _command(training, cluster, shape, configs, plan, run, more)
+            for run, more in ([(point.run, point.overrides) for point in points] or [(name, [])])
+        ]
+        token = race.token(race_name or uuid.uuid4().hex[:8], index)
+        jobs.append(
+            Job(
+                cluster=cluster,
+                shape=shape,
+                time=time,
+                name=name,
+                folder=run_root / name / "slurm",
+                run_root=run_root,
+                code=code,
+                commands=commands,
+                runs=[point.run for point in points] or [name],
+                parallel=options.parallel,
+                token=token,
+                race=race_name,
+            )
+        )
+    finished = [run for run in jobs[0].runs if (run_root / run / "DONE").exists()]
+    warnings += [f"run {run} is finished and will not be trained again" for run in finished if points]
+    return Submission(
+        name=name,
+        jobs=tuple(jobs),
+        snapshot=plan,
+        points=tuple(points),
+        summary=tuple(summary(jobs, training, plan, len(points))),
+        warnings=tuple(warnings),
+        finished=len(finished) == len(jobs[0].runs),
+        trust=options.trust_run_root,
+        argv=tuple(argv),
+    )
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    given: dict[str, Any] = {}
+    for key in ("partition", "account", "qos"):
+        if (value := getattr(options, key)) is not None:
+            try:
+                given[key] = syntax.word(value)
+            except ValueError as error:
+                raise LaunchError(f"--{key}: {error}") from error
+    cluster = dataclasses.replace(load_cluster(options.cluster), **given)
+    if missing := cluster.missing():
+        raise LaunchError(missing)
+    return cluster
+
+
+def _take_run(overrides: Sequence[str], name: str | None) -> tuple[list[str], str | None, list[str]]:
+    """`--run NAME` behind `--` is --name: the launcher has to know the run's folder."""
+    rest, found = list(overrides), None
+    for index, part in enumerate(rest):
+        if part == "--run" and index + 1 < len(rest):
+            found, rest[index : index + 2] = rest[index + 1], []
+            break
+        if part.startswith("--run="):
+            found, rest[index : index + 1] = part.removeprefix("--run="), []
+            break
+    if found is None:
+        return rest, name, []
+    if name not in (None, found):
+        raise LaunchError(f"--name {name} contradicts --run {found} behind `--`: leave one of them out")
+    return rest, found, [f"--run {found} is taken as --name {found}"]
+
+
+def _refuse_secrets(overrides: Sequence[str]) -> None:
+    for index, part in enumerate(overrides):
+        name, equals, value = part.partition("=")
+        value = value if equals else overrides[index + 1] if index + 1 < len(overrides) else ""
+        is_number = re.fullmatch(r"[-+.\deE]*", value) is not None
+        if syntax.SECRET.search(part) or (name.startswith("--") and SECRET_OPTION.search(name) and not is_number):
+            raise LaunchError(
+                f"{name.split('://')[0]} holds a key, token or password, which would stand in scripts and logs: let "
+                "the environment hold it (the job gets yours), or a line of `setup` that reads a file"
+            )
+
+
+def _config(file: str) -> str:
+    """A configuration file as a path that is there: below the current folder, else below the project."""
+    for path in (Path(file), ROOT / file):
+        if path.is_file():
+            return str(path.resolve())
+    return file  # src.cli's message names what is there
+
+
+def _time(text: str | None) -> datetime.timedelta | None:
+    try:
+        return syntax.time_limit(text) if text else None
+    except ValueError as error:
+        raise LaunchError(f"--time: {error}") from error
+
+
+def find_run_root(cluster: Cluster) -> Path:
+    """`$RUN_ROOT`, else runs/<project> on the cluster's scratch, else ./runs of the project; absolute."""
+    scratch = cluster.scratch_folder()
+    given = os.environ.get("RUN_ROOT")
+    root = Path(given).expanduser() if given else scratch / "runs" / ROOT.name if scratch else ROOT / "runs"
+    root = Path(os.path.abspath(root))
+    if "%" in str(root) or not str(root).isprintable():
+        raise LaunchError(
+            f"the run root {str(root)!r} has a % or a control character in it, which Slurm takes for its own"
+        )
+    return root
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[^\W_][\w.+=@-]{0,150}", name):
+        raise LaunchError(
+            f"--name {name!r}: use up to 150 letters, digits and . _ - + = @, beginning with a letter or digit"
+        )
+
+
+def _shapes(options: argparse.Namespace, training: Training, cluster: Cluster) -> tuple[list[Shape], list[str]]:
+    if not options.race:
+        shape, notes = choose_shape(training, cluster, options.nodes, options.gpus_per_node)
+        return [shape], notes
+    asked = [Shape.read(part.strip()) for part in options.race.split(",")]
+    if len(set(asked)) < 2:
+        raise LaunchError(f"--race {options.race}: give two or more different shapes, such as 1x4,4x1")
+    found = [choose_shape(training, cluster, shape.nodes, shape.gpus_per_node) for shape in asked]
+    if len({shape.world_size for shape in asked}) > 1:
+        found[0][1].append("the shapes of this race have different numbers of GPUs: the run keeps its global batch")
+    return [shape for shape, _ in found], list(dict.fromkeys(note for _, notes in found for note in notes))
+
+
+def _relative_paths(training: Training) -> list[str]:
+    """Warnings of values that are paths here and mean another place in a job."""
+    values = [part.partition("=")[2] if part.startswith("--") else part for part in training.overrides]
+    paths = [value for value in values if "/" in value and not value.startswith("/") and Path(value).exists()]
+    return [
+        f"{path} is a relative path; in the job it starts from the snapshot: give {Path(path).resolve()}"
+        for path in paths
+    ]
+
+
+def _accelerator(training: Training, cluster: Cluster) -> list[str]:
+    own = training.own.get("trainer.accelerator")
+    if given(training, "trainer.accelerator") or own in (None, "auto", cluster.accelerator):
+        return []
+    what = f"computes on {'GPUs' if cluster.accelerator == 'gpu' else 'CPUs'}"
+    return [f"trainer.accelerator {own} is not used: cluster {cluster.name} {what} (behind --, it would be)"]
+
+
+def _snapshot(options: argparse.Namespace, configs: Sequence[str], warnings: list[str]) -> snapshot.Plan | None:
+    """The code that travels, with the configuration files, tracked or not."""
+    include = [Path(path) if Path(path).exists() else ROOT / path for path in options.include]
+    try:
+        plan = snapshot.plan(ROOT, include)
+        there = {path.resolve() for path in plan.files.values()}
+        if more := [Path(config) for config in configs if Path(config) not in there and Path(config).is_file()]:
+            plan = snapshot.plan(ROOT, [*include, *more])
+    except LaunchError as error:
+        if not options.dry_run:
+            raise
+        warnings.append(f"submitting would be refused: {error}")
+        return None
+    warnings += plan.warnings
+    return plan
+
+
+def _command(
+    training: Training,
+    cluster: Cluster,
+    shape: Shape,
+    configs: Sequence[str],
+    plan: snapshot.Plan | None,
+    run: str,
+    more: Sequence[str],
+) -> list[str]:
+    """Arguments of `python -m src.cli`. Nodes and devices stand last, so that they are what Slurm was asked for."""
+    inside = {path.resolve(): name for name, path in plan.files.items()} if plan else {}
+    files = [part for file in configs for part in ("--config", inside.get(Path(file), _below(file)))]
+    counts = {"trainer.num_nodes": shape.nodes, "trainer.devices": shape.gpus_per_node}
+    fixed = [part for name, count in counts.items() for part in (f"--{name}", str(count))]
+    accelerator = [] if given(training, "trainer.accelerator") else ["--trainer.accelerator", cluster.accelerator]
+    return [training.subcommand, *files, *training.overrides, *more, "--run", run, *accelerator, *fixed]
+
+
+def _below(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

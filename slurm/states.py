@@ -1,0 +1,200 @@
+"""Where jobs stand: what was submitted (records beside the runs), what Slurm says, what the run has written.
+
+Slurm's queue and the run's own files are enough; accounting (sacct) is asked too, and many sites have none.
+"""
+
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from slurm import history, sbatch
+from slurm.errors import LaunchError
+from slurm.syntax import format_time
+
+# Slurm's reason for a job that waits -> what that means and what to do.
+REASONS = {
+    "Resources": "waits for nodes to be free; fewer GPUs, another GPU type or a shorter --time start sooner",
+    "Priority": "others are in front; a shorter --time may fill a gap",
+    "Dependency": "waits for another job",
+    "BeginTime": "starts again soon: Slurm holds a requeued job for about two minutes",
+    "JobHeldUser": "you hold it: scontrol release",
+    "JobHeldAdmin": "the site holds it: ask its support",
+    "launch failed requeued held": "could not be started on its node: scontrol release JOB, or --exclude that node",
+    "ReqNodeNotAvail": "nodes are down or reserved: sinfo -R; another partition, or a --time that ends before",
+    "PartitionTimeLimit": "asks for more time than the partition gives: sinfo -o '%P %l'",
+    "PartitionNodeLimit": "asks for more nodes than the partition has",
+    "PartitionConfig": "asks for what the partition does not give",
+    "AssocMaxJobsLimit": "your account runs as many jobs as it may",
+    "Licenses": "waits for a licence",
+    "Reservation": "waits for its reservation to begin",
+    "BadConstraints": "no node has these features or that many GPUs: sinfo -o '%P %G %f'",
+    "NodeDown": "a node of it is down",
+    "JobArrayTaskLimit": "as many of this grid run as --parallel allows",
+}
+LIMITS = ("QOS", "Assoc", "MaxGRES", "MaxCpu", "MaxNode", "MaxJobs")  # beginnings of many more reasons
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+# Not in the list above: PREEMPTED, NODE_FAIL and REQUEUED, after which a job comes back.
+
+
+def hint(reason: str) -> str:
+    """What a pending job's reason means; "" where the word says it, or is not known."""
+    for name, text in REASONS.items():
+        if reason.strip("()").startswith(name):
+            return text
+    if reason.strip("()").startswith(LIMITS):
+        return "a limit of your account or QOS: sacctmgr show assoc user=$USER; it goes on when other jobs end"
+    return ""
+
+
+@dataclass(frozen=True)
+class State:
+    """One run's newest job."""
+
+    run: str
+    folder: Path  # of the run
+    job: str  # JOB, or JOB_INDEX in an array
+    record: Mapping[str, Any]
+    state: str  # Slurm's word, FINISHED, or what summary.json says of a job that Slurm has forgotten
+    reason: str = ""
+    nodes: str = ""
+    seconds: float = 0.0  # of this start, or of the last one
+    gpu_seconds: float = 0.0  # of all starts of all jobs of the run
+
+    @property
+    def live(self) -> bool:
+        """Whether Slurm may still run it."""
+        return self.state not in (*ENDED, "FINISHED", "GONE") and bool(self.state)
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """What the run says of itself."""
+        return _json(self.folder / "summary.json")
+
+    @property
+    def elapsed(self) -> str:
+        """Of the limit."""
+        limit = format_time(timedelta(seconds=self.record["time_seconds"]))
+        return f"{format_time(timedelta(seconds=int(self.seconds)))}/{limit}"
+
+    @property
+    def checkpoint_age(self) -> str:
+        """Of the newest checkpoint, in minutes."""
+        times = [path.stat().st_mtime for path in (self.folder / "checkpoints").glob("*.ckpt")]
+        return f"{(time.time() - max(times)) / 60:.0f} min" if times else ""
+
+
+def records(run_root: Path) -> dict[str, list[dict[str, Any]]]:
+    """The records of each run, the newest last. A grid's stand under each of its points."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    paths = run_root.glob("*/slurm/*.json")
+    for record in sorted((_json(path) for path in paths), key=lambda record: record.get("submitted", "")):
+        for index, run in enumerate(record.get("runs", [])):
+            job = f"{record['job']}_{index}" if len(record["runs"]) > 1 else record["job"]
+            found.setdefault(run, []).append(record | {"job": job, "array": record["job"]})
+    return found
+
+
+def states(run_root: Path, only: str | None = None, *, ask_slurm: bool = True) -> list[State]:
+    """Every run that was submitted, the newest first; `only` is a run, or a grid with all its points.
+
+    Without `ask_slurm` a Slurm that does not answer is no error: what the runs' files say is all there is then.
+
+    Raises:
+        LaunchError: no such run was submitted (the text names the newest), or Slurm does not answer.
+
+    """
+    known = records(run_root)
+    names = [run for run, rows in known.items() if only in (None, run, rows[-1]["name"])]
+    if only is not None and not names:
+        newest = ", ".join(list(known)[-5:][::-1]) or "none"
+        raise LaunchError(f"no run {only!r} was submitted in {run_root}; the newest there: {newest}")
+    try:
+        queue = _queue()
+    except LaunchError as error:
+        if ask_slurm:
+            raise
+        print(f"warning: {error}; what follows is from the runs' own files", file=sys.stderr)
+        queue = {}
+    past = _accounting([row["job"] for name in names for row in known[name][-1:] if row["job"] not in queue])
+    return [_state(run_root / name, known[name], queue, past) for name in reversed(names)]
+
+
+def _state(folder: Path, rows: list[dict[str, Any]], queue: Mapping[str, list[str]], past: Mapping[str, str]) -> State:
+    # In a race the job that has started stands for the run; else the newest does.
+    live = [row for row in rows if row["job"] in queue]
+    running = [row for row in live if queue[row["job"]][1] != "PENDING"]
+    record = (running or live or rows)[-1]
+    job = record["job"]
+    spans = [span for row in rows for span in _spans(folder, row, queue.get(row["job"], ["", ""])[1] == "RUNNING")]
+    seconds = spans[-1][0] if spans else 0.0
+    spent = sum(span * gpus for span, gpus in spans)
+    if (folder / "DONE").exists() and job not in queue:
+        return State(folder.name, folder, job, record, "FINISHED", "", "", seconds, spent)
+    if job in queue:
+        _, state, reason, nodes = queue[job]
+        return State(folder.name, folder, job, record, state, reason, nodes, seconds, spent)
+    summary = _json(folder / "summary.json")
+    why = str(summary.get("exit_reason", "")) if summary.get("exit_reason") != "running" else "ended without a word"
+    return State(folder.name, folder, job, record, past.get(job) or "GONE", why, "", seconds, spent)
+
+
+def _queue() -> dict[str, list[str]]:
+    """Job -> [job, state, reason, nodes] of what Slurm has in hand; array tasks one by one.
+
+    Raises:
+        LaunchError: Slurm is not here or does not answer.
+
+    """
+    asked = "--format=%F|%K|%A|%T|%r|%N"
+    done = sbatch.ask("squeue", "--me", "--noheader", "--array", "--states=all", asked)
+    if done.returncode:
+        raise LaunchError(f"squeue: {sbatch.advice(done.stderr)}")
+    found = {}
+    for line in done.stdout.splitlines():
+        array, index, number, state, reason, nodes = line.split("|", 5)
+        job = f"{array}_{index}" if index.isdigit() else number
+        found[job] = [job, state, "" if reason == "None" else reason, nodes]
+    return found
+
+
+def _accounting(jobs: Iterable[str]) -> dict[str, str]:
+    jobs = list(jobs)
+    if not jobs or shutil.which("sacct") is None:
+        return {}
+    try:
+        done = sbatch.ask("sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(jobs), seconds=20)
+    except LaunchError:
+        return {}
+    rows = [line.split("|") for line in done.stdout.splitlines() if "|" in line]
+    return {job: state.split()[0] for job, state, *_ in rows}
+
+
+def _spans(folder: Path, record: Mapping[str, Any], running: bool) -> list[tuple[float, int]]:
+    """(seconds, GPUs) of each start of a job. One that was killed lasted at least until it last wrote something."""
+    gpus = record["nodes"] * record["gpus_per_node"]
+    entries = history.read(folder, record["job"])
+    found = []
+    for entry, following in itertools.zip_longest(entries, entries[1:]):
+        if entry["event"] != "start":
+            continue
+        if following is None:
+            end = time.time() if running else history.last_sign(folder)
+        else:
+            end = following["time"] if following["event"] == "end" else following["last_sign"]
+        found.append((max(0.0, end - entry["time"]), gpus))
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,152 @@
+"""Submit a training job to Slurm.
+
+    python slurm/submit.py --nodes 4                                          # four whole nodes of the cluster
+    python slurm/submit.py --config configs/a100_n4_gpu1.yaml --dry-run       # show everything, do nothing
+    python slurm/submit.py --nodes 2 --gpus-per-node 2 --name wide -- --trainer.max_steps 500 --model.lr 1e-3
+    python slurm/submit.py --race 1x4,4x1                                     # one node of four GPUs or four of one
+    python slurm/submit.py --nodes 1 --grid "trainer.max_steps=100,200 model.lr=1e-3,3e-4"
+
+What stands behind `--` goes to `python -m src.cli fit`. The job runs the code as it is now, whatever changes later.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
+    _HERE = Path(__file__).resolve().parent
+    sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
+
+from slurm import sbatch
+from slurm.describe import show
+from slurm.errors import LaunchError
+from slurm.plan import Submission, prepare
+from slurm.record import submit_all
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line per error, with the option that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(message)
+
+    def refuse_unknown(self, unknown: Sequence[str]) -> None:
+        """What is no option of this command.
+
+        Raises:
+            LaunchError: names it, and the nearest option or the place behind `--`.
+
+        """
+        if not unknown:
+            return
+        name = unknown[0].split("=")[0]
+        options = [option for action in self._actions for option in action.option_strings]
+        near = difflib.get_close_matches(name, options, n=1)
+        if near:
+            raise LaunchError(f"{name} is no option of submit.py (did you mean {near[0]}?)")
+        raise LaunchError(
+            f"{name} is no option of submit.py; options of training belong behind --: -- {shlex.join(unknown)}"
+        )
+
+
+def parser() -> _Parser:
+    """The options of this command."""
+    made = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    made.add_argument("--nodes", type=int, metavar="N", help="nodes; alone, each gives all its GPUs")
+    made.add_argument("--gpus-per-node", type=int, metavar="G", help="GPUs of each node, one process on each")
+    made.add_argument("--config", action="append", default=[], metavar="FILE", help="as for src.cli; may be repeated")
+    made.add_argument(
+        "--cluster", metavar="NAME", help="a file of configs/clusters; else mine.yaml, project.yaml, local"
+    )
+    made.add_argument("--time", metavar="LIMIT", help="such as 2:59:00 (24:00 is minutes); else the cluster's")
+    made.add_argument("--name", help="of the run; the run of that name is continued")
+    made.add_argument("--partition", help="instead of the cluster file's")
+    made.add_argument("--account", help="instead of the cluster file's")
+    made.add_argument("--qos", help="instead of the cluster file's")
+    made.add_argument("--race", metavar="NxG,NxG", help="submit these shapes for one run: the first that starts trains")
+    made.add_argument("--grid", "--array", metavar='"a=1,2 b=3,4"', help="a run for each combination, as one array")
+    made.add_argument("--parallel", type=int, default=256, metavar="N", help="runs of a grid at a time (256)")
+    made.add_argument("--include", action="append", default=[], metavar="PATH", help="untracked files that travel too")
+    made.add_argument("--no-snapshot", action="store_true", help="run the code where it is; edits reach a waiting job")
+    made.add_argument("--no-check", action="store_true", help="submit without letting src.cli read its settings first")
+    made.add_argument("--trust-run-root", action="store_true", help="although others can write there")
+    made.add_argument("--dry-run", action="store_true", help="show what would be submitted; writes nothing")
+    made.add_argument("--points", help=argparse.SUPPRESS)  # of a grid, to submit again: jobs.py resume
+    made.add_argument("--code", type=Path, help=argparse.SUPPRESS)  # a snapshot that is there: jobs.py resume
+    return made
+
+
+def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This command's options, and what stands behind `--`.
+
+    Raises:
+        LaunchError: an option that is none, or a value that cannot be.
+
+    """
+    argv = list(argv)
+    cut = argv.index("--") if "--" in argv else len(argv)
+    made = parser()
+    options, unknown = made.parse_known_args(argv[:cut])
+    made.refuse_unknown(unknown)
+    for name in ("nodes", "gpus_per_node", "parallel"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise LaunchError(f"--{name.replace('_', '-')} {value}: a whole number from 1 up")
+    if options.race and (options.nodes or options.gpus_per_node or options.grid):
+        raise LaunchError("--race brings its own shapes and one run: leave out --nodes, --gpus-per-node and --grid")
+    return options, argv[cut + 1 :]
+
+
+def misplaced(overrides: Sequence[str]) -> list[str]:
+    """Warnings of launcher options that stand behind `--`, where `src.cli` gets them."""
+    ours = {option for action in parser()._actions for option in action.option_strings}
+    names = [part.split("=")[0] for part in overrides]
+    return [
+        f"{name} stands behind --, where it goes to src.cli: as an option of submit.py it belongs before --"
+        for name in names
+        if name in ours - {"--config", "-h", "--help"}
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: submitted, or shown; 2: refused, in one line."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options, overrides = read_options(argv)
+        foreign = sbatch.scrub()
+        submission = prepare(options, overrides, argv)
+        notes = [f"{len(foreign)} variables of a surrounding job are not handed on"] if foreign else []
+        warnings = [*misplaced(overrides), *submission.warnings, *notes]
+        return _go(dataclasses.replace(submission, warnings=tuple(warnings)), options)
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _go(submission: Submission, options: argparse.Namespace) -> int:
+    print("\n".join(submission.summary), flush=True)
+    for warning in submission.warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    if submission.finished:
+        print(f"run {submission.name} is finished: nothing to submit")
+        return 0
+    slurm = shutil.which("sbatch") is not None
+    if options.dry_run or not slurm:
+        show(submission)
+    if not options.dry_run and not slurm:
+        here = "no Slurm here, nothing was submitted: run this on the login node, or try `make cluster-up` as root"
+        if submission.jobs[0].cluster.name == "local":
+            print(f"note: {here}")
+            return 0
+        raise LaunchError(here)
+    return 0 if options.dry_run else submit_all(submission, check=not options.no_check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --comment=0123abcd.0
+#SBATCH --cpus-per-task=1
+#SBATCH --gpus-per-node=a100:2
+#SBATCH --job-name=gpt
+#SBATCH --mem=0
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2
+#SBATCH --open-mode=append
+#SBATCH --output=/scratch/me/runs/gpt/slurm/%j_batch.out
+#SBATCH --requeue
+#SBATCH --time=2:59:00
+
+# setup
+export RUN_ROOT=/scratch/me/runs
+export PYTHONPATH=/scratch/me/runs/.snapshots/0123
+export PYTHONUNBUFFERED=1
+export PYTHONDONTWRITEBYTECODE=1
+export OMP_NUM_THREADS=1
+cd /scratch/me/runs/.snapshots/0123 || exit
+python=/home/me/project/.venv/bin/python
+run=gpt arguments=(fit --config configs/tasks/language.yaml --run gpt --trainer.devices 1)
+# Where to meet, or `exit 0` where there is nothing to do: slurm/job.py.
+found=$("$python" -m slurm.job --tasks 2 "$RUN_ROOT/$run") || exit
+eval "$found"
+
+# command
+srun --unbuffered --output /scratch/me/runs/gpt/slurm/%j_%t_log.out --cpus-per-task=1 --kill-on-bad-exit=1 --wait=300 "$python" -u -m src.cli "${arguments[@]}"
+
+
+# teardown
+code=$?
+"$python" -m slurm.job --ended "$code" "$RUN_ROOT/$run"
+exit "$code"

@@ -1,0 +1,240 @@
+"""`python slurm/jobs.py`: what it makes of records, of Slurm's words and of the runs' own files."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm import history, jobs, states
+from slurm.cluster import ROOT
+
+Jobs = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def submitted(root: Path, name: str, job: str, runs: list[str] | None = None, **more: Any) -> None:
+    """A record as submit.py leaves it."""
+    content = {
+        "job": job,
+        "name": name,
+        "runs": runs or [name],
+        "points": [],
+        "race": "",
+        "token": f"{job}.0",
+        "submitted": f"2026-01-01T00:00:{int(job) % 60:02}",
+        "cluster": "local",
+        "nodes": 2,
+        "gpus_per_node": 1,
+        "time_seconds": 3600,
+        "cost_per_gpu_hour": None,
+        "code": str(ROOT),
+        "argv": ["--name", name],
+        "folder": str(root),
+    }
+    folder = root / name / "slurm"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{job}.json").write_text(json.dumps(content | more))
+
+
+def queue(bin_folder: Path, *rows: str) -> None:
+    """What squeue will say: ARRAY|INDEX|JOB|STATE|REASON|NODES."""
+    program(bin_folder, "squeue", "\n".join(["cat <<'END'", *rows, "END"]))
+
+
+def program(bin_folder: Path, name: str, body: str) -> None:
+    bin_folder.mkdir(exist_ok=True)
+    (bin_folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (bin_folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The run root."""
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path) -> Path:
+    """Where Slurm's commands are; it starts with an empty queue and no accounting."""
+    queue(tmp_path / "bin")
+    program(tmp_path / "bin", "scancel", f'echo "$@" > {tmp_path}/cancelled')
+    return tmp_path / "bin"
+
+
+@pytest.fixture
+def run_jobs(root: Path, bin_folder: Path) -> Jobs:
+    """Runs the command."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"RUN_ROOT": str(root), "PATH": f"{bin_folder}:/usr/bin:/bin"}
+        command = [sys.executable, str(ROOT / "slurm/jobs.py"), *arguments]
+        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def row(done: subprocess.CompletedProcess[str], run: str) -> dict[str, str]:
+    """The line of a run in a table, by column."""
+    lines = done.stdout.splitlines()
+    header, line = lines[0], next(line for line in lines[1:] if line.startswith(run))
+    names = header.split("  ")
+    places = [(name.strip(), header.index(name.strip())) for name in names if name.strip()]
+    ends = [start for _, start in places[1:]] + [None]
+    return {name: line[start:end].strip() for (name, start), end in zip(places, ends, strict=True)}
+
+
+def test_a_waiting_job_says_why_in_words(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """Slurm's reason stands in the row, and what to do about it below."""
+    submitted(root, "gpt", "11")
+    queue(bin_folder, "11|N/A|11|PENDING|Resources|")
+    done = run_jobs("list")
+    assert row(done, "gpt") | {"STATE": "PENDING", "WHY": "Resources"} == row(done, "gpt")
+    assert "Resources: waits for nodes to be free; fewer GPUs, another GPU type or a shorter --time" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("reason", "word"),
+    [
+        ("(Resources)", "free"),
+        ("Priority", "front"),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", "reserved"),
+        ("QOSMaxJobsPerUserLimit", "limit of your account"),
+        ("AssocGrpGRES", "limit of your account"),
+        ("launch failed requeued held", "scontrol release"),
+        ("JobHeldUser", "scontrol release"),
+        ("BeginTime", "two minutes"),
+    ],
+)
+def test_reasons_are_explained(reason: str, word: str) -> None:
+    """Those that users meet have a sentence each, however Slurm writes them."""
+    assert word in states.hint(reason)
+    assert states.hint("SomethingNew") == ""
+
+
+def test_a_running_job_shows_step_checkpoint_and_hours(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """From the run's files and the job's own history, without accounting."""
+    submitted(root, "gpt", "11", cost_per_gpu_hour=3.0)
+    run = root / "gpt"
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints/step=00000040.ckpt").touch()
+    (run / "summary.json").write_text('{"last_step": 42, "exit_reason": "running"}')
+    history.note(run, "11", "start")
+    line = json.loads((run / "slurm/11_history.jsonl").read_text())
+    (run / "slurm/11_history.jsonl").write_text(json.dumps(line | {"time": time.time() - 1800}))
+    queue(bin_folder, "11|N/A|11|RUNNING|None|n[1-2]")
+    found = row(run_jobs("list"), "gpt")
+    assert (found["STATE"], found["NODES"], found["STEP"], found["CHECKPOINT"]) == (
+        "RUNNING",
+        "n[1-2]",
+        "42",
+        "0 min old",
+    )
+    assert found["ELAPSED/LIMIT"].startswith("0:30:0")
+    assert (found["GPU HOURS"], found["COST"]) == ("1.00", "3.00")
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "REQUEUED", "NODE_FAIL", "COMPLETING", "SUSPENDED"])
+def test_what_comes_back_is_no_end(root: Path, bin_folder: Path, run_jobs: Jobs, state: str) -> None:
+    """A job in such a state is still cancelled by name, and not submitted a second time."""
+    submitted(root, "gpt", "11")
+    queue(bin_folder, f"11|N/A|11|{state}|None|")
+    refused = run_jobs("resume", "gpt")
+    assert (refused.returncode, f"has job 11 ({state})" in refused.stderr) == (2, True)
+    assert run_jobs("cancel", "gpt").stdout == "cancelled: 11\n"
+
+
+def test_a_job_that_slurm_has_forgotten_is_told_by_the_run(root: Path, run_jobs: Jobs) -> None:
+    """Finished by DONE; else how the run says it ended."""
+    for name, job in (("good", "11"), ("bad", "12"), ("killed", "13")):
+        submitted(root, name, job)
+    (root / "good/DONE").touch()
+    (root / "bad/summary.json").write_text('{"exit_reason": "crashed"}')
+    (root / "killed/summary.json").write_text('{"exit_reason": "running"}')
+    done = run_jobs("list")
+    assert row(done, "good")["STATE"] == "FINISHED"
+    assert (row(done, "bad")["STATE"], row(done, "bad")["WHY"]) == ("GONE", "crashed")
+    assert row(done, "killed")["WHY"] == "ended without a word"
+
+
+def test_accounting_is_used_where_it_is(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """sacct's state counts for a job that has left the queue; a broken sacct is passed over."""
+    submitted(root, "gpt", "11")
+    program(bin_folder, "sacct", "echo '11|CANCELLED by 0'")
+    assert row(run_jobs("list"), "gpt")["STATE"] == "CANCELLED"
+    program(bin_folder, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert row(run_jobs("list"), "gpt")["STATE"] == "GONE"
+
+
+def test_cancel_is_for_one_run(root: Path, bin_folder: Path, run_jobs: Jobs, tmp_path: Path) -> None:
+    """The user's other jobs stay; of a race both go."""
+    submitted(root, "gpt", "11", race="abc")
+    submitted(root, "gpt", "12", race="abc")
+    submitted(root, "other", "13")
+    queue(bin_folder, *(f"{job}|N/A|{job}|PENDING|Priority|" for job in (11, 12, 13)))
+    run_jobs("cancel", "gpt")
+    assert (tmp_path / "cancelled").read_text().split() == ["11", "12"]
+
+
+def test_an_unknown_run_is_one_line_with_the_newest(root: Path, run_jobs: Jobs) -> None:
+    """So is a misspelt command."""
+    submitted(root, "gpt", "11")
+    done = run_jobs("logs", "gtp")
+    assert (done.returncode, done.stderr.count("\n"), "the newest there: gpt" in done.stderr) == (2, 1, True)
+    assert run_jobs("lst").returncode == 2
+
+
+def test_a_grid_is_shown_and_cancelled_as_one(root: Path, bin_folder: Path, run_jobs: Jobs, tmp_path: Path) -> None:
+    """Its points are runs of their own, its jobs JOB_INDEX."""
+    points = [{"model.lr": "1e-3"}, {"model.lr": "3e-4"}]
+    submitted(root, "g", "20", ["g-0", "g-1"], points=points)
+    (root / "g-0").mkdir()
+    (root / "g-0/DONE").touch()
+    best = {"metric": "val/bpb", "value": 2.5, "checkpoint": "x"}
+    (root / "g-0/summary.json").write_text(json.dumps({"last_step": 100, "best": best}))
+    queue(bin_folder, "20|1|21|RUNNING|None|n3")
+    done = run_jobs("report", "g")
+    assert row(done, "g-0") | {"model.lr": "1e-3", "STATE": "FINISHED", "val/bpb": "2.5 *"} == row(done, "g-0")
+    assert row(done, "g-1")["STATE"] == "RUNNING"
+    assert run_jobs("cancel", "g").stdout == "cancelled: 20_1\n"
+
+
+def test_logs_err_names_the_rank_that_fell_first(root: Path, run_jobs: Jobs) -> None:
+    """Each rank's end, then the output of the one whose own fault it was: the others were only ended with it."""
+    submitted(root, "gpt", "11")
+    folder = root / "gpt/slurm"
+    (folder / "11_batch.out").write_text(
+        "job 11, first start\nsrun: error: n1: task 0: Terminated\nsrun: error: n2: task 1: Exited with exit code 1\n"
+    )
+    (folder / "11_0_log.out").write_text("step 10\n")
+    (folder / "11_1_log.out").write_text(
+        "Traceback (most recent call last):\nModuleNotFoundError: No module named 'x'\n"
+    )
+    said = run_jobs("logs", "gpt", "--err").stdout
+    assert "rank 0 on n1: Terminated\n" in said
+    assert "rank 1 on n2: Exited with exit code 1  <- fell first" in said
+    assert said.rstrip().endswith("ModuleNotFoundError: No module named 'x'")
+
+
+def test_logs_are_there_without_slurm(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """A controller that is down hides no file."""
+    submitted(root, "gpt", "11")
+    (root / "gpt/slurm/11_1_log.out").write_text("hello from rank 1\n")
+    (root / "gpt/slurm/11_0_log.out").write_text("hello from rank 0\n")
+    program(bin_folder, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    done = run_jobs("logs", "gpt", "--rank", "1")
+    assert "hello from rank 1" in done.stdout
+    assert "the controller does not answer" in done.stderr
+    assert run_jobs("cancel", "gpt").returncode == 2
+    assert "has the ranks 0 to 1" in run_jobs("logs", "gpt", "--rank", "2").stderr
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("3", [3]), ("0-2,5", [0, 1, 2, 5])])
+def test_slurms_task_lists(text: str, ranks: list[int]) -> None:
+    """As srun writes them."""
+    assert jobs._numbers(text) == ranks

@@ -1,0 +1,190 @@
+"""The batch script: one golden file for each cluster and shape, and what must never stand in one.
+
+python tests/slurm/test_render.py       # writes the golden files anew; look at the difference before committing it
+"""
+
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if not __package__:
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+
+from slurm import nccl, sbatch
+from slurm.cluster import ROOT, Cluster, load_cluster
+from slurm.errors import LaunchError
+from slurm.render import Job, command
+from slurm.training import Shape
+
+GOLDEN = ROOT / "tests/golden"
+SHIPPED = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml") if path.stem != "mine")
+SHAPES = [Shape(1, 1), Shape(1, 2), Shape(1, 4), Shape(2, 1), Shape(2, 2), Shape(4, 1)]
+IDS = [f"{cluster}-n{shape.nodes}_gpu{shape.gpus_per_node}" for cluster in SHIPPED for shape in SHAPES]
+PAIRS = [(cluster, shape) for cluster in SHIPPED for shape in SHAPES]
+
+
+def site(name: str) -> Cluster:
+    """A shipped cluster as a user has it who has filled in what it asks for; without this project's project.yaml."""
+    with tempfile.TemporaryDirectory() as root:
+        shutil.copytree(ROOT / "configs/clusters", Path(root, "configs/clusters"))
+        cluster = load_cluster(name, Path(root))
+    return replace(cluster, account="lab" if "account" in cluster.needs else None)
+
+
+def job(cluster: Cluster, shape: Shape = SHAPES[0], **more: Any) -> Job:
+    """A job whose text depends on nothing of this machine."""
+    arguments = ["fit", "--config", "configs/tasks/language.yaml", "--run", "gpt", "--trainer.devices", "1"]
+    standard: dict[str, Any] = {
+        "time": cluster.time,
+        "name": "gpt",
+        "folder": Path("/scratch/me/runs/gpt/slurm"),
+        "run_root": Path("/scratch/me/runs"),
+        "code": Path("/scratch/me/runs/.snapshots/0123"),
+        "commands": [arguments],
+        "runs": ["gpt"],
+        "token": "0123abcd.0",
+        "python": "/home/me/project/.venv/bin/python",
+    }
+    return Job(cluster=cluster, shape=shape, **standard | more)
+
+
+def golden(cluster: str, shape: Shape) -> Path:
+    return GOLDEN / f"{cluster}_n{shape.nodes}_gpu{shape.gpus_per_node}.sh"
+
+
+@pytest.mark.parametrize(("cluster", "shape"), PAIRS, ids=IDS)
+def test_the_script_of_every_cluster_and_shape_is_the_stored_one(cluster: str, shape: Shape) -> None:
+    """A change of what is submitted shows as a change of a file."""
+    assert sbatch.script(job(site(cluster), shape)) == golden(cluster, shape).read_text()
+
+
+@pytest.mark.parametrize(("cluster", "shape"), PAIRS, ids=IDS)
+def test_bash_accepts_the_script(cluster: str, shape: Shape) -> None:
+    """Every script is valid shell."""
+    assert subprocess.run(["bash", "-n", golden(cluster, shape)], capture_output=True, text=True).stderr == ""
+
+
+@pytest.mark.parametrize(("cluster", "shape"), PAIRS, ids=IDS)
+def test_tasks_are_counted_per_node_and_see_all_its_gpus(cluster: str, shape: Shape) -> None:
+    """Nodes and tasks per node are fixed, srun has the cores, and nothing binds GPUs to tasks or asks for a wckey."""
+    text = sbatch.script(job(site(cluster), shape))
+    assert f"#SBATCH --nodes={shape.nodes}\n" in text
+    assert f"#SBATCH --ntasks-per-node={shape.gpus_per_node}\n" in text
+    srun = next(line for line in text.splitlines() if line.startswith("srun "))
+    assert f" --cpus-per-task={site(cluster).cpus_per_gpu} " in srun
+    assert " --kill-on-bad-exit=1 " in srun
+    assert " --wait=" in srun
+    for absent in (
+        "--ntasks=",
+        "gpu-bind",
+        "gpus-per-task",
+        "tres-bind",
+        "wckey",
+        "=None",
+        "=False",
+        "=\n",
+        "--signal",
+    ):
+        assert absent not in text
+
+
+@pytest.mark.parametrize("cluster", SHIPPED)
+def test_one_node_hears_nothing_of_the_network_and_several_nothing_of_nvlink(cluster: str) -> None:
+    """A job exports the variables of the one section that concerns it."""
+    variables = {"nvlink": {"NCCL_P2P_LEVEL": "NVL"}, "infiniband": {"NCCL_SOCKET_IFNAME": "=ib0"}}
+    made = replace(site(cluster), accelerator="gpu", nccl=variables)
+    one, several = (sbatch.script(job(made, shape)) for shape in (Shape(1, 4), Shape(4, 1)))
+    assert "export NCCL_P2P_LEVEL=NVL\n" in one
+    assert "NCCL_SOCKET_IFNAME" not in one
+    assert "export NCCL_SOCKET_IFNAME==ib0\n" in several
+    assert "NCCL_P2P_LEVEL" not in several
+    assert nccl.refusal("nvlink", "NCCL_IB_HCA") is not None
+
+
+ODD = ["fit", "--model.text", 'it\'s "odd" $HOME `id` größe\nnext', "--model.list", "[1, 2]", "--x", "", "a\\b*"]
+
+
+def test_odd_words_reach_training_as_they_are(tmp_path: Path) -> None:
+    """Spaces, quotes, dollars, newlines and UTF-8 in arguments and paths come through the script unchanged."""
+    code = tmp_path / "it's größe & co"
+    code.mkdir()
+    made = job(site("local"), commands=[ODD], code=code, python=str(code / "py thon"))
+    lines = sbatch.script(made).splitlines()
+    setup = "\n".join(lines[lines.index("# setup") : next(i for i, line in enumerate(lines) if "# Where" in line)])
+    probe = f'{setup}\nprintf "%s\\0" "$PWD" "$python" "$run" "${{arguments[@]}}"'
+    said = subprocess.run(["bash", "-c", probe], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    assert said == [str(code), str(code / "py thon"), "gpt", *ODD]
+
+
+def test_each_task_of_an_array_has_its_own_run_and_arguments() -> None:
+    """A grid is one array whose tasks pick their settings by their index."""
+    made = job(site("local"), commands=[["fit", "--a", "1"], ["fit", "--a", "2 3"]], runs=["g-0", "g-1"], parallel=1)
+    text = sbatch.script(made)
+    assert "#SBATCH --array=0-1%1\n" in text
+    block = text[text.index("case ") : text.index("esac") + 4]
+    for index, expected in enumerate([["g-0", "fit", "--a", "1"], ["g-1", "fit", "--a", "2 3"]]):
+        probe = f'SLURM_ARRAY_TASK_ID={index}\n{block}\nprintf "%s\\0" "$run" "${{arguments[@]}}"'
+        said = subprocess.run(["bash", "-c", probe], capture_output=True, text=True, check=True).stdout
+        assert said.split("\0")[:-1] == expected
+
+
+@pytest.mark.parametrize("name", ["bash", "Interactive"])
+def test_a_name_that_lightning_takes_for_an_interactive_job_is_refused(name: str) -> None:
+    """Under these names Lightning would start one process and train on it."""
+    with pytest.raises(LaunchError, match=name):
+        job(site("local"), name=name)
+
+
+def test_what_a_site_wants_is_asked_for_and_nothing_else() -> None:
+    """Every key of a cluster file that concerns sbatch reaches it, in its own form."""
+    cluster = replace(
+        site("rivanna"),
+        partition="gpu",
+        qos="high",
+        reservation="course",
+        exclude="n[01-03]",
+        mail="me@example.org",
+        setup=("module load cuda",),
+        container="apptainer exec --nv my.sif",
+    )
+    text = sbatch.script(job(cluster, Shape(1, 2), time=timedelta(minutes=90)))
+    for line in (
+        "--account=lab",
+        "--partition=gpu",
+        "--qos=high",
+        "--reservation=course",
+        "--exclude='n[01-03]'",
+        "--mail-user=me@example.org",
+        "--constraint='gpupod&a100_80gb'",
+        "--gres=gpu:a100:2",
+        "--mem-per-gpu=32G",
+        "--time=1:30:00",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    assert "#SBATCH --mem=" not in text
+    assert "gpus-per-node" not in text
+    assert "module load cuda\nexport " in text
+    assert command(job(cluster)) == 'apptainer exec --nv my.sif python -u -m src.cli "${arguments[@]}"'
+
+
+def test_the_users_allocator_setting_stays() -> None:
+    """PYTORCH_CUDA_ALLOC_CONF of the user's environment comes before the script's."""
+    text = sbatch.script(job(site("gilbreth")))
+    line = next(line for line in text.splitlines() if "ALLOC_CONF" in line)
+    for given, expected in (("", "expandable_segments:True"), ("max_split_size_mb:128", "max_split_size_mb:128")):
+        probe = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(given)}; {line}; printf %s $PYTORCH_CUDA_ALLOC_CONF"
+        assert subprocess.run(["bash", "-c", probe], capture_output=True, text=True).stdout == expected
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name, form in PAIRS:
+        golden(name, form).write_text(sbatch.script(job(site(name), form)))

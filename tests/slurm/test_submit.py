@@ -1,0 +1,280 @@
+"""`python slurm/submit.py`: what a user reads before anything is submitted, and what is refused."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurm.cluster import ROOT
+
+Submit = Callable[..., subprocess.CompletedProcess[str]]
+SITE = """\
+accelerator: gpu
+gpu_request: gpus-per-node
+gpu: a100
+gpus_per_node: 4
+cpus_per_gpu: 8
+mem_per_gpu: 32G
+time: 2:59:00
+needs: [account]
+cost_per_gpu_hour: 2
+gpus:
+  a100: {memory_gib: 80, capability: 8.0}
+"""
+TASK = "global_batch_size: 64\nmodel:\n  class_path: my.Module\ndata:\n  class_path: my.Data\n"
+SHAPE = "trainer:\n  accelerator: gpu\n  num_nodes: 2\n  devices: 2\n"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with a site of its own, in a git repository with one commit."""
+    root = tmp_path_factory.mktemp("my project")
+    for folder in ("slurm", "src"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    files = {
+        "configs/clusters/here.yaml": SITE,
+        "configs/clusters/local.yaml": (ROOT / "configs/clusters/local.yaml").read_text(),
+        "configs/defaults.yaml": (ROOT / "configs/defaults.yaml").read_text(),
+        "configs/tasks/tiny.yaml": TASK,
+        "configs/a100_n2_gpu2.yaml": SHAPE,
+        "project.yaml": "task: tiny\ncluster: here\naccount: lab\n",
+        ".gitignore": "runs/\n__pycache__/\n",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    return root
+
+
+@pytest.fixture
+def submit(project: Path, tmp_path: Path) -> Submit:
+    """Runs the command without Slurm, from another folder."""
+
+    def run(*arguments: str, path: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RUN_ROOT"))}
+        tools = tmp_path / "tools"
+        tools.mkdir(exist_ok=True)
+        if not (tools / "git").exists():
+            (tools / "git").symlink_to(str(shutil.which("git")))
+        own |= {"PATH": path or str(tools), "RUN_ROOT": str(tmp_path / "runs"), **environment}
+        command = [sys.executable, str(project / "slurm/submit.py"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True)
+
+    return run
+
+
+def first_line(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stdout.splitlines() or [""])[0]
+
+
+def error(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a refusal."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "1 node × 4 A100 = 4 GPUs, 2:59:00, global batch 64 = 16 micro × 1 accumulation × 4 devices"),
+        (["--nodes", "4"], "4 nodes × 4 A100 = 16 GPUs"),
+        (["--nodes", "4", "--gpus-per-node", "1"], "4 nodes × 1 A100 = 4 GPUs"),
+        (["--config", "configs/a100_n2_gpu2.yaml"], "2 nodes × 2 A100 = 4 GPUs"),
+        (["--config", "configs/a100_n2_gpu2.yaml", "--nodes", "2"], "2 nodes × 2 A100 = 4 GPUs"),
+        (["--config", "configs/a100_n2_gpu2.yaml", "--nodes", "4"], "4 nodes × 4 A100 = 16 GPUs"),
+        (["--config", "configs/a100_n2_gpu2.yaml", "--gpus-per-node", "1"], "2 nodes × 1 A100 = 2 GPUs"),
+        (["--", "--trainer.num_nodes", "2", "--trainer.devices=1"], "2 nodes × 1 A100 = 2 GPUs"),
+        (["--nodes", "2", "--", "--trainer.devices=2"], "2 nodes × 2 A100 = 4 GPUs"),
+        (["--", "--micro_batch_size", "2"], "global batch 64 = 2 micro × 8 accumulation × 4 devices"),
+        (["--time", "24:00"], "= 4 GPUs, 0:24:00, "),
+        (["--time", "1-12"], "= 4 GPUs, 1-12:00:00, "),
+        (["--time", "3:00:00"], "at most 24 of what the site bills"),
+        (["--partition", "big"], "partition big"),
+    ],
+    ids=" ".join,
+)
+def test_it_says_what_it_will_use(submit: Submit, arguments: list[str], said: str) -> None:
+    """Shape, time and batch, from flags, else overrides, else configs, else the cluster's node; as Slurm reads them."""
+    own, behind = (arguments, []) if "--" not in arguments else (arguments[: arguments.index("--")], arguments)
+    done = submit(*own, "--dry-run", *behind[len(own) :])
+    assert done.returncode == 0, done.stderr
+    assert said in first_line(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--node", "4"], ["--node is no option", "did you mean --nodes?"]),
+        (["--trainer.max_steps", "5"], ["--trainer.max_steps is no option", "behind --"]),
+        (["--nodes", "0"], ["--nodes 0", "from 1 up"]),
+        (["--gpus-per-node", "8"], ["has 4", "--nodes 2 --gpus-per-node 4"]),
+        (["--nodes", "2", "--", "--trainer.num_nodes", "4"], ["--nodes 2 contradicts --trainer.num_nodes 4"]),
+        (["--", "--trainer.devices", "[0,1]"], ["trainer.devices", "whole number"]),
+        (["--nodes", "3"], ["global_batch_size 64 cannot be shared by 12 devices", "60 or 72"]),
+        (["--config", "configs/a100_n2_gpu3.yaml"], ["no such file", "configs/a100_n2_gpu2.yaml"]),
+        (["--cluster", "her"], ["did you mean here?"]),
+        (["--time", "3h"], ["--time", "2:59:00"]),
+        (["--name", "bash"], ["--name bash", "interactive"]),
+        (["--name", "a/b"], ["--name 'a/b'", "letters"]),
+        (["--race", "1x4"], ["two or more"]),
+        (["--race", "1x4,4"], ["'4' is no shape", "4x1"]),
+        (["--race", "1x4,4x1", "--nodes", "2"], ["--race brings its own shapes"]),
+        (["--grid", "a"], ["name=value"]),
+        (["--grid", "a=1,1"], ["same value twice"]),
+        (["--include", "nowhere"], ["nowhere"]),
+        (["--", "--logger.api_key", "abc"], ["--logger.api_key", "environment"]),
+        (["--", "--url=https://me:pass@host/x"], ["--url holds", "environment"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_is_one_line(submit: Submit, arguments: list[str], named: list[str]) -> None:
+    """A refusal names what it got and what to do; nothing is written."""
+    said = error(submit(*arguments))
+    assert all(text in said for text in named), said
+
+
+def test_a_secret_is_not_repeated(submit: Submit) -> None:
+    """What looks like a credential is refused without being printed."""
+    for arguments in (["--x.api_key", "hunter22"], ["--x.token=hunter22"], ["--url=https://me:hunter22@host"]):
+        done = submit("--", *arguments)
+        assert "hunter22" not in done.stdout + done.stderr
+        assert done.returncode == 2
+
+
+def test_the_environments_secrets_reach_no_dry_run(submit: Submit) -> None:
+    """Neither the script nor what is printed of the environment holds the user's variables."""
+    done = submit("--dry-run", WANDB_API_KEY="hunter22", MY_PASSWORD="hunter23")  # noqa: S106 that is the point
+    assert "hunter2" not in done.stdout + done.stderr
+
+
+def test_a_dry_run_writes_nothing(submit: Submit, project: Path, tmp_path: Path) -> None:
+    """Neither a run, nor a snapshot, nor anything in the project."""
+
+    def there() -> dict[str, int]:
+        return {str(path): path.lstat().st_mtime_ns for path in project.rglob("*")}
+
+    submit("--dry-run", "--nodes", "2")  # Python's own caches
+    before = there()
+    done = submit("--dry-run", "--nodes", "2")
+    assert "nothing was submitted or written" in done.stdout
+    assert there() == before
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_shows_everything(submit: Submit) -> None:
+    """The sbatch command, the script, the training command, the environment, the code and what it leaves out."""
+    done = submit("--dry-run", "--name", "gpt", "--nodes", "2", "--", "--model.lr", "1e-3")
+    for part in (
+        "sbatch --parsable ",
+        "#SBATCH --nodes=2",
+        "gpt: python -m src.cli fit --model.lr 1e-3 --run gpt --trainer.accelerator gpu --trainer.num_nodes 2",
+        "PYTHONUNBUFFERED=1",
+        "left out: nothing",
+    ):
+        assert part in done.stdout, part
+
+
+def test_without_slurm_nothing_is_submitted_and_that_is_said(submit: Submit) -> None:
+    """Plain submit.py shows the dry run; on a real site's file that is an error, on `local` a note."""
+    assert "no Slurm here, nothing was submitted" in error(submit())
+    done = submit("--cluster", "local")
+    assert done.returncode == 0
+    assert "note: no Slurm here, nothing was submitted" in done.stdout
+
+
+@pytest.mark.parametrize("behind", ["--nodes", "--time", "--dry-run"])
+def test_a_launcher_option_behind_the_dashes_is_named(submit: Submit, behind: str) -> None:
+    """It goes on, and warns by name."""
+    done = submit("--dry-run", "--", behind, "2")
+    assert done.returncode == 0
+    assert f"warning: {behind} stands behind --" in done.stderr
+
+
+def test_nodes_and_devices_come_from_one_place(submit: Submit) -> None:
+    """What Slurm is asked for is what the Trainer gets, last on its command line."""
+    done = submit("--dry-run", "--config", "configs/a100_n2_gpu2.yaml", "--nodes", "1", "--gpus-per-node", "4")
+    assert "#SBATCH --ntasks-per-node=4" in done.stdout
+    assert done.stdout.count("--trainer.num_nodes 1 --trainer.devices 4") == 2  # in the script and by itself
+    assert "warning: --nodes 1 comes before trainer.num_nodes: 2 of" in done.stderr
+
+
+def test_a_configuration_that_git_does_not_track_travels(submit: Submit, tmp_path: Path) -> None:
+    """--config takes files of any place along, and the job reads its copy."""
+    (tmp_path / "mine.yaml").write_text("global_batch_size: 128\n")
+    done = submit("--dry-run", "--config", "mine.yaml")
+    assert "global batch 128" in first_line(done)
+    assert "--config .included/mine.yaml" in done.stdout
+
+
+def test_a_relative_path_in_an_override_is_warned_about(submit: Submit, tmp_path: Path) -> None:
+    """In the job it would start from the snapshot."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/x").touch()
+    done = submit("--dry-run", "--", "--data.root", "data/x")
+    assert f"warning: data/x is a relative path; in the job it starts from the snapshot: give {tmp_path}" in done.stderr
+
+
+def test_a_surrounding_jobs_variables_are_not_handed_on(submit: Submit) -> None:
+    """Submitted from inside a job, sbatch and the new job see nothing of it, but SLURM_CONF."""
+    done = submit("--dry-run", SLURM_JOB_ID="7", SLURM_NTASKS="3", SLURM_CONF="/x", MASTER_ADDR="n1")
+    assert "warning: 3 variables of a surrounding job are not handed on" in done.stderr
+
+
+def test_a_finished_run_is_not_submitted(submit: Submit, tmp_path: Path) -> None:
+    """It says so and ends well."""
+    (tmp_path / "runs/gpt").mkdir(parents=True)
+    (tmp_path / "runs/gpt/DONE").touch()
+    done = submit("--name", "gpt")
+    assert done.returncode == 0
+    assert "run gpt is finished: nothing to submit" in done.stdout
+
+
+def test_a_grid_is_one_array_of_runs(submit: Submit) -> None:
+    """Every combination is a run with a name of its own, and its settings stand behind the common ones."""
+    done = submit("--dry-run", "--name", "g", "--grid", "model.lr=1e-3,3e-4 model.depth=2,4", "--", "--model.lr", "1")
+    assert "#SBATCH --array=0-3%4" in done.stdout
+    assert "g-2: python -m src.cli fit --model.lr 1 --model.lr 3e-4 --model.depth 2 --run g-2" in done.stdout
+    assert "4 runs" in first_line(done)
+
+
+def test_a_race_has_the_same_run_and_batch_in_each_shape(submit: Submit) -> None:
+    """Two jobs, one name, one global batch."""
+    done = submit("--dry-run", "--name", "gpt", "--race", "1x4,4x1")
+    lines = done.stdout.splitlines()
+    assert "1 node × 4 A100" in lines[0]
+    assert "4 nodes × 1 A100" in lines[1]
+    assert all("global batch 64 = 16 micro × 1 accumulation × 4 devices" in line for line in lines[:2])
+    assert done.stdout.count("--run gpt ") == 4
+
+
+def test_nothing_heavy_is_imported(project: Path) -> None:
+    """The launcher is quick because it never loads PyTorch or Lightning."""
+    probe = (
+        "import sys; from slurm import submit; submit.main(['--dry-run']); "
+        "print([name for name in ('torch', 'lightning', 'numpy') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], cwd=project, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_without_a_repository_the_way_round_is_named(tmp_path: Path, project: Path) -> None:
+    """No git, no commit yet: one line with --no-snapshot; a dry run shows the rest and warns."""
+    copy = tmp_path / "copy"
+    shutil.copytree(project, copy, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+    command = [sys.executable, str(copy / "slurm/submit.py")]
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path), "RUN_ROOT": str(tmp_path / "runs")}
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "--no-snapshot" in error(refused)
+    shown = subprocess.run([*command, "--dry-run"], env=environment, capture_output=True, text=True)
+    assert shown.returncode == 0
+    assert "warning: submitting would be refused" in shown.stderr
