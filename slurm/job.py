@@ -5,8 +5,10 @@ the snapshot's, and finds where the ranks meet. What it prints is for the batch 
 """
 
 import argparse
+import contextlib
 import datetime
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -34,6 +36,18 @@ def first_host(nodes: str) -> str:
     from submitit.slurm.slurm import _parse_node_list
 
     return str(_parse_node_list(nodes)[0])
+
+
+def address(host: str) -> str:
+    """The host's name, or where that leads nowhere the address that Slurm itself uses for the node."""
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(host, None)
+        return host
+    if shutil.which("scontrol"):
+        done = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, timeout=60)
+        if found := re.search(r"\bNodeAddr=(\S+)", done.stdout):
+            return found[1]
+    return host
 
 
 def free_port(job: int, host: str = "") -> int:
@@ -78,7 +92,7 @@ def begin(run: Path, tasks: int, race_name: str) -> str:
         raise SystemExit(f"Slurm starts {given} tasks, the run wants {tasks}")
     if other := foreign_code(Path.cwd()):
         raise SystemExit(f"src would be imported from {other}, not from {Path.cwd()}: see setup: and PYTHONPATH")
-    found = {"MASTER_ADDR": first_host(nodes), "MASTER_PORT": str(free_port(int(job)))}
+    found = {"MASTER_ADDR": address(first_host(nodes)), "MASTER_PORT": str(free_port(int(job)))}
     say(" ".join(f"{name}={value}" for name, value in found.items()))
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in found.items())
 

@@ -44,6 +44,8 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
         LaunchError: what was asked for cannot be, in one line.
 
     """
+    from src.vanishing import vanishes
+
     cluster = _cluster(options)
     overrides, name, warnings = _take_run(overrides, options.name)
     _refuse_secrets(overrides)
@@ -54,6 +56,8 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
     name = name or f"{training.experiment}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     _check_name(name)
     shapes, notes = _shapes(options, training, cluster)
+    if cluster.name != "local" and (why := vanishes(run_root)):
+        warnings.append(f"the run root {run_root} is {why}: set RUN_ROOT or scratch: to a folder that all nodes share")
     warnings += [*cluster.warnings, *notes, *_relative_paths(training), *_accelerator(training, cluster)]
     points = grid.points(options.grid, name) if options.grid else []
     if options.points:

@@ -13,7 +13,8 @@ FOUR_GPUS = "gpu:a100:4"
 
 def slurm(*command: str, stdin: str = "") -> str:
     """What a command prints, outside of any job; a failure shows what it says."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
+    foreign = re.compile("(SLURM_(?!CONF$)|SBATCH_|SRUN_)")
+    clean = {name: value for name, value in os.environ.items() if not foreign.match(name)}
     done = subprocess.run(command, env=clean, input=stdin, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout

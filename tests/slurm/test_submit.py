@@ -9,48 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from slurm.cluster import ROOT
+from tests.launching import make_project
 
 Submit = Callable[..., subprocess.CompletedProcess[str]]
-SITE = """\
-accelerator: gpu
-gpu_request: gpus-per-node
-gpu: a100
-gpus_per_node: 4
-cpus_per_gpu: 8
-mem_per_gpu: 32G
-time: 2:59:00
-needs: [account]
-cost_per_gpu_hour: 2
-gpus:
-  a100: {memory_gib: 80, capability: 8.0}
-"""
-TASK = "global_batch_size: 64\nmodel:\n  class_path: my.Module\ndata:\n  class_path: my.Data\n"
-SHAPE = "trainer:\n  accelerator: gpu\n  num_nodes: 2\n  devices: 2\n"
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with a site of its own, in a git repository with one commit."""
-    root = tmp_path_factory.mktemp("my project")
-    for folder in ("slurm", "src"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    files = {
-        "configs/clusters/here.yaml": SITE,
-        "configs/clusters/local.yaml": (ROOT / "configs/clusters/local.yaml").read_text(),
-        "configs/defaults.yaml": (ROOT / "configs/defaults.yaml").read_text(),
-        "configs/tasks/tiny.yaml": TASK,
-        "configs/a100_n2_gpu2.yaml": SHAPE,
-        "project.yaml": "task: tiny\ncluster: here\naccount: lab\n",
-        ".gitignore": "runs/\n__pycache__/\n",
-    }
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    author = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
-    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
-        subprocess.run(["git", *command], cwd=root, check=True)
-    return root
+    return make_project(tmp_path_factory.mktemp("my project"))
 
 
 @pytest.fixture

@@ -1,0 +1,90 @@
+"""A small project for tests of the launcher: the real slurm/, a site, a task, and a src.cli that trains nothing."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = """\
+accelerator: gpu
+gpu_request: gpus-per-node
+gpu: a100
+gpus_per_node: 4
+cpus_per_gpu: 8
+mem_per_gpu: 32G
+time: 2:59:00
+needs: [account]
+cost_per_gpu_hour: 2
+gpus:
+  a100: {memory_gib: 80, capability: 8.0}
+"""
+TASK = "global_batch_size: 64\nmodel:\n  class_path: my.Module\ndata:\n  class_path: my.Data\n"
+SHAPE = "trainer:\n  accelerator: gpu\n  num_nodes: 2\n  devices: 2\n"
+# What the launcher takes from src/: nothing that knows PyTorch.
+LIGHT = ("__init__.py", "command_line.py", "errors.py", "batch_plan.py", "vanishing.py")
+CLI = '''"""Stands in for training: each rank writes what it sees, and does what --act says."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+VERSION = "as submitted"
+SEEN = ("SLURM_", "MASTER_", "OMP_", "PYTHON", "NCCL_", "RUN_ROOT", "WORLD_SIZE", "RANK")
+
+
+def option(name, default=""):
+    return ([*sys.argv, default][sys.argv.index(name) + 1]) if name in sys.argv else default
+
+
+if "--print_config" in sys.argv:
+    sys.exit("error: unknown key typo" if "--typo" in sys.argv else 0)
+run, rank, act = Path(os.environ["RUN_ROOT"], option("--run")), int(os.environ["SLURM_PROCID"]), option("--act")
+run.mkdir(exist_ok=True)
+facts = {
+    "argv": sys.argv[1:],
+    "version": VERSION,
+    "file": __file__,
+    "environment": {name: value for name, value in os.environ.items() if name.startswith(SEEN)},
+}
+name = f"rank{rank}-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', 0)}.json"
+(run / f".{name}").write_text(json.dumps(facts))
+(run / f".{name}").rename(run / name)
+print(f"rank {rank} is here", flush=True)
+if act == "raise" and rank == 1:
+    raise ModuleNotFoundError("No module named 'flash'")
+if act in ("wait", "raise"):
+    child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(600)  # child of {run}"])
+    while not (run / "go").exists():
+        time.sleep(0.2)
+    child.kill()
+if rank == 0:
+    (run / "DONE").touch()
+'''
+
+
+def make_project(root: Path) -> Path:
+    """Fill `root` and commit it."""
+    shutil.copytree(ROOT / "slurm", root / "slurm", ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "src").mkdir()
+    for name in LIGHT:
+        shutil.copy(ROOT / "src" / name, root / "src" / name)
+    files = {
+        "src/cli.py": CLI,
+        "configs/clusters/here.yaml": SITE,
+        "configs/clusters/local.yaml": (ROOT / "configs/clusters/local.yaml").read_text(),
+        "configs/defaults.yaml": (ROOT / "configs/defaults.yaml").read_text(),
+        "configs/tasks/tiny.yaml": TASK,
+        "configs/a100_n2_gpu2.yaml": SHAPE,
+        "project.yaml": "task: tiny\ncluster: here\naccount: lab\n",
+        ".gitignore": "runs/\n__pycache__/\n",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    return root
