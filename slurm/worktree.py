@@ -21,7 +21,7 @@ KEPT = ("GIT_CONFIG_", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYST
 SETTINGS = {
     "core.fsmonitor": "false",  # it would start a process that stays
     "status.renames": "false",
-    "diff.renames": "false",
+    "diff.renames": "false",  # what status goes by before git 2.18
     "diff.relative": "false",
 }
 # To compare, git would call git-lfs, which copies the file into .git/lfs.

@@ -76,6 +76,8 @@ def test_the_user_s_private_group_is_no_other(tmp_path: Path, monkeypatch: pytes
     assert refused(path) is not None
     own.gr_mem, own.gr_gid = [], user.pw_gid + 1
     assert refused(path) is not None
+    own.gr_name, own.gr_gid = "users", user.pw_gid
+    assert refused(path) is not None
 
 
 def test_folders_above_count_up_to_the_top_that_is_named(tmp_path: Path) -> None:
