@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slurm import history, race
+from slurm import fallen, history, race
 
 # Below the ephemeral range (32768 and up on Linux), whose ports any connection may hold.
 FIRST_PORT, PORTS = 10000, 20000
@@ -97,16 +97,26 @@ def begin(run: Path, tasks: int, race_name: str) -> str:
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in found.items())
 
 
+def end(run: Path, logs: Path, code: int) -> int:
+    """The exit code for the job."""
+    job = history.own_job(os.environ)
+    batch = logs / f"{job}_batch.out"
+    code = fallen.job_exit_code(batch.read_text(errors="replace") if batch.exists() else "", code)
+    history.note(run, job, "end", code=code)
+    return code
+
+
 def main() -> int:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--tasks", type=int, help="how many Slurm must start")
     parser.add_argument("--race", default="", help="leave where another job has it")
-    parser.add_argument("--ended", type=int, metavar="CODE", help="training is over, with this exit code")
+    parser.add_argument("--ended", type=int, metavar="CODE", help="srun is over, with this exit code")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where batch.out is")
     options = parser.parse_args()
     if options.ended is not None:
-        history.note(options.run, history.own_job(os.environ), "end", code=options.ended)
+        print(end(options.run, options.logs, options.ended))
         return 0
     print(begin(options.run, options.tasks, options.race))
     return 0

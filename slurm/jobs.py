@@ -22,7 +22,7 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
 
-from slurm import sbatch, submit
+from slurm import fallen, sbatch, submit
 from slurm.cluster import load_cluster
 from slurm.errors import LaunchError
 from slurm.plan import find_run_root
@@ -31,8 +31,6 @@ from slurm.states import State, hint, states
 GPU_QUERY = "index,name,utilization.gpu,memory.used,memory.total,power.draw"
 GPU_SECONDS = 30
 TAIL = 40  # lines
-# What srun writes to batch.out when tasks end badly.
-FELL = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 
 
 def list_runs(found: Sequence[State]) -> None:
@@ -102,32 +100,18 @@ def _rank_logs(folder: Path, job: str) -> dict[int, Path]:
 def _fallen(batch: Path, ranks: dict[int, Path], lines: int) -> None:
     """How each rank ended, and the output of the one that fell first: the others often only lost it."""
     said = batch.read_text(errors="replace") if batch.exists() else ""
-    ends: dict[int, str] = {}
-    for match in FELL.finditer(said):
-        for rank in _numbers(match["tasks"]):
-            ends.setdefault(rank, f"on {match['node']}: {match['how']}")
     texts = {rank: path.read_text(errors="replace") for rank, path in ranks.items()}
-    by_itself = [rank for rank, how in ends.items() if "Exited with exit code" in how]
-    speaks = [rank for rank in by_itself if re.search(r"^(Traceback|error: )", texts.get(rank, ""), re.MULTILINE)]
-    first = next(iter([*speaks, *by_itself, *ends, *ranks]), None)
+    ends = fallen.ends(said)
+    first = fallen.first(ends, texts)
     for rank in sorted({*ends, *ranks}):
-        print(
-            f"rank {rank} {ends.get(rank, 'ended well, or runs')}{'  <- fell first' if rank == first and ends else ''}"
-        )
-    if first is None:
+        mark = "  <- fell first" if rank == first else ""
+        print(f"rank {rank} {ends.get(rank, 'ended well, or runs')}{mark}")
+    if not texts:
         print("\n".join(["no rank has started; the batch script said:", *said.splitlines()[-lines:]]))
         return
-    print(f"--- rank {first}, its last {lines} lines ---")
-    print("\n".join(texts.get(first, "").splitlines()[-lines:]))
-
-
-def _numbers(tasks: str) -> list[int]:
-    """From Slurm's `0-2,5`."""
-    found: list[int] = []
-    for part in tasks.split(","):
-        low, _, high = part.partition("-")
-        found += range(int(low), int(high or low) + 1)
-    return found
+    rank = min(texts) if first is None else first
+    print(f"--- rank {rank}, its last {lines} lines ---")
+    print("\n".join(texts.get(rank, "").splitlines()[-lines:]))
 
 
 def gpu(state: State) -> None:

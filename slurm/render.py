@@ -88,7 +88,11 @@ def sbatch_parameters(job: Job) -> dict[str, Any]:
             f"--wait={WAIT_SECONDS}",
         ],
         "setup": [*before(job)],
-        "teardown": ["code=$?", '"$python" -m slurm.job --ended "$code" "$RUN_ROOT/$run"', 'exit "$code"'],
+        "teardown": [
+            "code=$?",
+            f'ended=$("$python" -m slurm.job --ended "$code" --logs {shlex.quote(str(job.folder))} "$RUN_ROOT/$run")',
+            'exit "${ended:-$code}"',
+        ],
     }
 
 

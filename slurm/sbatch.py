@@ -41,6 +41,7 @@ HINTS = (
         r"time limit is invalid|exceeds partition time limit|PartitionTimeLimit",
         "the partition allows less time: sinfo -o '%P %l'",
     ),
+    (r"[Nn]ode count", "the partition has not so many nodes: sinfo -s"),
     (
         r"node configuration is not available|More processors requested|Memory specification",
         "no node has that many GPUs, CPUs or that much memory: sinfo -o '%P %G %c %m'",

@@ -135,7 +135,7 @@ def _state(folder: Path, rows: list[dict[str, Any]], queue: Mapping[str, list[st
     spans = [span for row in rows for span in _spans(folder, row, queue.get(row["job"], ["", ""])[1] == "RUNNING")]
     seconds = spans[-1][0] if spans else 0.0
     spent = sum(span * gpus for span, gpus in spans)
-    if (folder / "DONE").exists() and job not in queue:
+    if (folder / "DONE").exists() and (job not in queue or queue[job][1] in ENDED):
         return State(folder.name, folder, job, record, "FINISHED", "", "", seconds, spent)
     if job in queue:
         _, state, reason, nodes = queue[job]

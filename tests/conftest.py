@@ -21,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _outside_of_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests mean the same in a shell, in a job and under a launcher."""
     for name in list(os.environ):
-        if name.startswith(LAUNCHERS) or name in ("RUN_ROOT", "PL_GLOBAL_SEED"):
+        if (name.startswith(LAUNCHERS) and name != "SLURM_CONF") or name in ("RUN_ROOT", "PL_GLOBAL_SEED"):
             monkeypatch.delenv(name)
 
 

@@ -34,5 +34,5 @@ srun --unbuffered --output /scratch/me/runs/gpt/slurm/%j_%t_log.out --cpus-per-t
 
 # teardown
 code=$?
-"$python" -m slurm.job --ended "$code" "$RUN_ROOT/$run"
-exit "$code"
+ended=$("$python" -m slurm.job --ended "$code" --logs /scratch/me/runs/gpt/slurm "$RUN_ROOT/$run")
+exit "${ended:-$code}"

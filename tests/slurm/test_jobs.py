@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurm import history, jobs, states
+from slurm import fallen, history, states
 from slurm.cluster import ROOT
 
 Jobs = Callable[..., subprocess.CompletedProcess[str]]
@@ -237,4 +237,23 @@ def test_logs_are_there_without_slurm(root: Path, bin_folder: Path, run_jobs: Jo
 @pytest.mark.parametrize(("text", "ranks"), [("3", [3]), ("0-2,5", [0, 1, 2, 5])])
 def test_slurms_task_lists(text: str, ranks: list[int]) -> None:
     """As srun writes them."""
-    assert jobs._numbers(text) == ranks
+    assert fallen.task_numbers(text) == ranks
+
+
+BATCH = "job 11, first start, on n1\nsrun: error: n1: task 9: Exited with exit code 3\njob 11, restart 1, on n1\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("", 0),
+        ("srun: error: n1: task 0: Exited with exit code 143\nsrun: error: n2: task 1: Exited with exit code 2\n", 2),
+        ("srun: error: n1: tasks 0-1: Exited with exit code 70\n", 70),
+        ("srun: error: n1: task 0: Killed\nsrun: error: n2: task 1: Exited with exit code 143\n", 137),
+        ("srun: error: n1: task 0: Out Of Memory\n", 137),
+    ],
+)
+def test_a_job_ends_with_the_code_of_the_rank_that_fell(said: str, code: int) -> None:
+    """Not with that of a rank that was ended with it, nor with that of an earlier start."""
+    srun = 0 if not said else 143 if "143" in said and "Killed" not in said else 137
+    assert fallen.job_exit_code(BATCH + said, srun) == code
