@@ -68,7 +68,7 @@ class LocalCluster:
         """The processes of this cluster by name: munged, slurmctld, n1 to n4."""
         found = {}
         for name, command in self._daemons().items():
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(FileNotFoundError, ValueError):
                 pid = int((self.folder / f"run/{name}.pid").read_text())
                 if processes.command_line(pid) == command:  # else the number belongs to somebody else by now
                     found[name] = pid
@@ -194,9 +194,9 @@ class LocalCluster:
         running = self.running()
         if "slurmctld" in running:
             self._cancel_jobs()
-        for name in reversed(list(self._daemons())):  # munged last, the others talk through it
+        for name, command in reversed(self._daemons().items()):  # munged last, the others talk through it
             if name in running:
-                self._end(name, running[name])
+                self._end(running[name], command)
         left = processes.of_jobs(self.conf)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -214,11 +214,12 @@ class LocalCluster:
             self.tool("scancel", "--signal=KILL", "--full", *first)
         processes.wait(lambda: not jobs(), 60)
 
-    def _end(self, name: str, pid: int) -> None:
+    def _end(self, pid: int, command: list[str]) -> None:
+        """Return when it has ended; slurmctld takes its pid file away earlier than that."""
         for number, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-            if processes.wait(lambda: name not in self.running(), patience):
+            if processes.wait(lambda: processes.command_line(pid) != command, patience):
                 return
 
 
@@ -231,6 +232,7 @@ def _check_machine(install: bool) -> None:
     missing = [program for program in PROGRAMS if not shutil.which(program, path=path)]
     if missing and install:
         quiet = processes.environment(DEBIAN_FRONTEND="noninteractive")
+        subprocess.run(("apt-get", "update", "-qq"), env=quiet, check=False)
         missing = list(PROGRAMS) if subprocess.run(INSTALL, env=quiet, check=False).returncode else []
     if missing:
         raise LaunchError(f"{', '.join(missing)} not found; on Debian or Ubuntu: {' '.join(INSTALL)}")

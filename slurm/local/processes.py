@@ -26,8 +26,10 @@ def start(command: list[str]) -> str | None:
 
 def command_line(pid: int) -> list[str]:
     """A process's arguments, the program by its name; nothing for one that has ended."""
-    program, *arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1] or [""]
-    return [Path(program).name, *arguments]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        program, *arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1] or [""]
+        return [Path(program).name, *arguments]
+    return []
 
 
 def of_jobs(conf: Path) -> list[int]:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from slurm.local import places
 from slurm.local_cluster import LocalCluster, chosen_folder, main
 from tests.cluster.jobs import FOUR_GPUS, NODES, field, found, slurm, wait_for
+from tests.commands import ROOT
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="starts and stops daemons: needs root")
 Submit = Callable[..., str]
@@ -85,7 +87,7 @@ def test_an_urgent_job_sends_another_back_to_the_queue(submit: Submit, tmp_path:
 def test_everybody_on_the_machine_may_submit() -> None:
     """A job of a user without rights runs, and as that user."""
     told = subprocess.run(["srun", "id", "-un"], user="nobody", cwd="/", capture_output=True, text=True)
-    assert (told.stdout, told.stderr) == ("nobody\n", "")
+    assert told.stdout == "nobody\n", told.stderr  # where it may say that it waits
 
 
 @root
@@ -97,6 +99,19 @@ def test_a_second_start_changes_nothing(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["up"]) == 0
     assert "already up" in capsys.readouterr().out
     assert (cluster.running(), cluster.conf.stat().st_mtime_ns) == before
+
+
+@pytest.mark.parametrize(("required", "end"), [("0", "1 skipped"), ("1", "1 error")])
+def test_without_a_cluster_these_tests_are_skipped_or_fail(required: str, end: str) -> None:
+    """On a machine without it the reason is given; with REQUIRE_CLUSTER=1 that is a failure."""
+    test = "tests/cluster/test_local_cluster.py::test_the_nodes_names_lead_to_this_machine"
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # another one, which cannot start: this one is up
+        hidden = os.environ | {"PATH": "", "LOCAL_SLURM": folder, "REQUIRE_CLUSTER": required}
+        command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", test]
+        done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+    assert end in done.stdout
+    assert "the local Slurm is not up: " in done.stdout
+    assert done.returncode == int(required)
 
 
 # A second cluster beside the one that the other tests use, with an /etc of its own
@@ -158,6 +173,8 @@ def test_down_leaves_nothing(second: LocalCluster, capsys: pytest.CaptureFixture
     assert main(["down"]) == 0
     assert "was not up" in capsys.readouterr().out
     assert found(), "the other cluster is still there"
+    assert main(["up", "--port", "26817"]) == 0
+    assert second.tool("squeue", "--noheader").stdout == "", "the job must not come back"
 
 
 @root

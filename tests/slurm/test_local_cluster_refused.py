@@ -72,7 +72,7 @@ def test_install_runs_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(local_cluster.shutil, "which", lambda program, path: None)
     monkeypatch.setattr(local_cluster.subprocess, "run", run)
     assert INSTALL in refused(capsys, "up", "--install")
-    assert ran == [INSTALL]
+    assert ran == ["apt-get update -qq", INSTALL]
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
