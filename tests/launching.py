@@ -19,7 +19,6 @@ gpus:
   a100: {memory_gib: 80, capability: 8.0}
 """
 TASK = "global_batch_size: 64\nmodel:\n  class_path: my.Module\ndata:\n  class_path: my.Data\n"
-SHAPE = "trainer:\n  accelerator: gpu\n  num_nodes: 2\n  devices: 2\n"
 # What the launcher takes from src/: nothing that knows PyTorch.
 LIGHT = ("__init__.py", "command_line.py", "errors.py", "batch_plan.py", "vanishing.py")
 CLI = '''"""Stands in for training: each rank writes what it sees, and does what --act says."""
@@ -69,15 +68,16 @@ def make_project(root: Path) -> Path:
     """Fill `root` and commit it."""
     shutil.copytree(ROOT / "slurm", root / "slurm", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "src").mkdir()
+    for path in (ROOT / "configs").glob("*.yaml"):
+        (root / "configs").mkdir(exist_ok=True)
+        shutil.copy(path, root / "configs" / path.name)
     for name in LIGHT:
         shutil.copy(ROOT / "src" / name, root / "src" / name)
     files = {
         "src/cli.py": CLI,
         "configs/clusters/here.yaml": SITE,
         "configs/clusters/local.yaml": (ROOT / "configs/clusters/local.yaml").read_text(),
-        "configs/defaults.yaml": (ROOT / "configs/defaults.yaml").read_text(),
         "configs/tasks/tiny.yaml": TASK,
-        "configs/a100_n2_gpu2.yaml": SHAPE,
         "project.yaml": "task: tiny\ncluster: here\naccount: lab\n",
         ".gitignore": "runs/\n__pycache__/\n",
     }

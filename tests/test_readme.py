@@ -13,7 +13,8 @@ DEMOS = "lightning.pytorch.demos"
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 TEXT = README[README.find("\n    make ") :]  # above the first command stand the project's own words
-COMMANDS = sorted(set(re.findall(r"python -m src\.cli ([^#`\n]*)", TEXT)))
+DOCS = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+COMMANDS = sorted(set(re.findall(r"python -m src\.cli ((?:fit|validate|test|predict) --[^#`\n;…]*)", TEXT + DOCS)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -27,7 +28,7 @@ def test_every_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch
 
 def test_every_make_target_exists() -> None:
     """`make <target>` as the README writes it is a target of the Makefile."""
-    for target in set(re.findall(r"(?:`|    |; )make (\w+)", TEXT)):
+    for target in set(re.findall(r"(?:`|    |; )make ([\w-]+)", TEXT)):
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
 
 

@@ -1,16 +1,23 @@
 """`python slurm/submit.py`: what a user reads before anything is submitted, and what is refused."""
 
 import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.launching import make_project
+from src.errors import EXIT_HUNG
+from src.lock import InUseError
+from tests.launching import ROOT, make_project
 
+SLURM = ROOT / "docs/slurm.md"
 Submit = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -88,7 +95,7 @@ def test_it_says_what_it_will_use(submit: Submit, arguments: list[str], said: st
         (["--nodes", "2", "--", "--trainer.num_nodes", "4"], ["--nodes 2 contradicts --trainer.num_nodes 4"]),
         (["--", "--trainer.devices", "[0,1]"], ["trainer.devices", "whole number"]),
         (["--nodes", "3"], ["global_batch_size 64 cannot be shared by 12 devices", "60 or 72"]),
-        (["--config", "configs/a100_n2_gpu3.yaml"], ["no such file", "configs/a100_n2_gpu2.yaml"]),
+        (["--config", "configs/a100_n2_gpu3.yaml"], ["no such file", "did you mean"]),
         (["--cluster", "her"], ["did you mean here?"]),
         (["--time", "3h"], ["--time", "2:59:00"]),
         (["--name", "bash"], ["--name bash", "interactive"]),
@@ -245,3 +252,30 @@ def test_without_a_repository_the_way_round_is_named(tmp_path: Path, project: Pa
     shown = subprocess.run([*command, "--dry-run"], env=environment, capture_output=True, text=True)
     assert shown.returncode == 0
     assert "warning: submitting would be refused" in shown.stderr
+
+
+DOCUMENTED = sorted(
+    set(re.findall(r"python slurm/submit\.py(?: [^#`\n]*)?", (ROOT / "README.md").read_text() + SLURM.read_text()))
+)
+
+
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_what_is_documented_is_accepted(submit: Submit, command: str) -> None:
+    """Every launcher command of the README and of docs/slurm.md can be shown."""
+    arguments = shlex.split(command)[2:]
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    done = submit(*arguments[:cut], "--dry-run", *arguments[cut:])
+    assert done.returncode == 0, done.stderr
+    assert not [line for line in done.stderr.splitlines() if "behind --" in line]
+
+
+def test_the_cloud_task_names_codes_that_another_start_can_mend() -> None:
+    """docs/cloud.md's task is YAML; what it restarts is a hang, a busy run and a kill, never what comes again."""
+    text = (ROOT / "docs/cloud.md").read_text()
+    task = yaml.safe_load(text[text.index("```yaml") + 7 : text.rindex("```")])
+    again, killed = [EXIT_HUNG, InUseError.exit_code], 128 + signal.SIGKILL
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [*again, 128 + signal.SIGTERM]
+    loop = re.search(r"case \$\? in ([\d|]+)\)", text)
+    assert loop is not None
+    assert [int(code) for code in loop[1].split("|")] == [*again, killed, 128 + signal.SIGTERM]
+    assert task["envs"]["RUN_ROOT"].startswith(tuple(task["volumes"]))
