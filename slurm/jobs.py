@@ -6,6 +6,7 @@
     python slurm/jobs.py cancel RUN                 # that run's jobs and no others
     python slurm/jobs.py resume RUN                 # submit it again as it was: of a grid, what is not finished
     python slurm/jobs.py report [GRID]              # results as a table
+    python slurm/jobs.py nodes                      # what is free right now
 
 RUN is a run's name, or a grid's with all its runs. Works with squeue alone; sacct is asked where there is one.
 """
@@ -137,6 +138,15 @@ def gpu(state: State) -> None:
         raise LaunchError(f"srun: {sbatch.advice(done.stderr)}")
 
 
+def nodes() -> None:
+    """Nodes by partition, state and GPUs, with the longest time that each partition gives."""
+    done = sbatch.ask("sinfo", "--noheader", "--format=%P|%T|%D|%G|%c|%m|%l")
+    if done.returncode:
+        raise LaunchError(f"sinfo: {sbatch.advice(done.stderr)}")
+    rows = [("PARTITION", "STATE", "NODES", "GPUS", "CPUS", "MEMORY MB", "LONGEST")]
+    _table([*rows, *(tuple(line.split("|", 6)) for line in done.stdout.splitlines() if line.count("|") == 6)])
+
+
 def cancel(found: Sequence[State]) -> None:
     """End these runs' jobs, in whatever state, and no others."""
     numbers = sorted({job for state in found for job in _jobs_of(state) if state.live})
@@ -212,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: done; 2: refused, in one line."""
     parser = submit._Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("nodes")
     for name in ("list", "logs", "gpu", "cancel", "resume", "report"):
         command = commands.add_parser(name)
         command.add_argument("run", nargs="?" if name in ("list", "report") else None)
@@ -224,6 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_args(argv)
         sbatch.scrub()
+        if options.command == "nodes":
+            nodes()
+            return 0
         asks = options.command in ("gpu", "cancel", "resume")
         found = states(find_run_root(load_cluster(options.cluster)), options.run, ask_slurm=asks)
         return _run(options, found)
@@ -240,6 +254,7 @@ def _run(options: argparse.Namespace, found: Sequence[State]) -> int:
     match options.command:
         case "list":
             list_runs(found)
+            print(f"runs, logs (slurm/) and checkpoints: {find_run_root(load_cluster(options.cluster))}")
         case "logs":
             logs(found[0], options.rank, options.err, options.follow, options.lines)
         case "gpu":

@@ -58,7 +58,13 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
     shapes, notes = _shapes(options, training, cluster)
     if cluster.name != "local" and (why := vanishes(run_root)):
         warnings.append(f"the run root {run_root} is {why}: set RUN_ROOT or scratch: to a folder that all nodes share")
-    warnings += [*cluster.warnings, *notes, *_relative_paths(training), *_accelerator(training, cluster)]
+    warnings += [
+        *cluster.warnings,
+        *notes,
+        *_relative_paths(training),
+        *_accelerator(training, cluster),
+        *_precision(training, cluster),
+    ]
     points = grid.points(options.grid, name) if options.grid else []
     if options.points:
         chosen = {int(index) for index in options.points.split(",")}
@@ -211,6 +217,14 @@ def _accelerator(training: Training, cluster: Cluster) -> list[str]:
         return []
     what = f"computes on {'GPUs' if cluster.accelerator == 'gpu' else 'CPUs'}"
     return [f"trainer.accelerator {own} is not used: cluster {cluster.name} {what} (behind --, it would be)"]
+
+
+def _precision(training: Training, cluster: Cluster) -> list[str]:
+    """bf16 on a card without units for it runs, by emulation, many times slower (PyTorch says that it is supported)."""
+    asked, card = str(training.settings.get("trainer.precision")), cluster.gpus.get(cluster.gpu or "")
+    if card is None or card.capability >= (8, 0) or not asked.startswith("bf16"):
+        return []
+    return [f"trainer.precision {asked}: {cluster.gpu} has no units for bf16; auto takes 16-mixed there"]
 
 
 def _snapshot(options: argparse.Namespace, configs: Sequence[str], warnings: list[str]) -> snapshot.Plan | None:

@@ -1,8 +1,11 @@
 """Submitting: check, snapshot, sbatch, and a record beside the run that jobs.py reads."""
 
 import datetime
+import getpass
 import json
 import os
+import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +61,10 @@ def submit_all(submission: "Submission", *, check: bool) -> int:
         print(f"warning: {refusal}; the other shape stays in the queue", file=sys.stderr)
     jobs = "python slurm/jobs.py"
     print(f"watch: {jobs} list; {jobs} logs {first.name} -f; {jobs} cancel {first.name}")
+    # Bound to localhost: on a login node everybody could read along otherwise.
+    here, folder = f"{getpass.getuser()}@{socket.getfqdn()}", shlex.quote(str(first.run_root))
+    print(f"curves: tensorboard --host localhost --port 6006 --logdir {folder}")
+    print(f"        and, where you sit: ssh -N -L 6006:localhost:6006 {here}")
     return 0
 
 

@@ -85,3 +85,13 @@ def test_a_wrong_import_is_found(path: str, source: str, monkeypatch: pytest.Mon
 def test_no_module_is_named_for_nothing() -> None:
     """Names say the noun that a module is about."""
     assert not {"utils", "util", "helpers", "common", "misc", "base"} & {path.stem for path in FILES}
+
+
+@pytest.mark.parametrize("path", sorted((SRC.parent / "slurm").rglob("*.py")), ids=lambda path: path.name)
+def test_the_launcher_loads_nothing_heavy(path: Path) -> None:
+    """slurm/ imports neither PyTorch nor Lightning, and of src/ only inside of functions what does not either."""
+    tree = ast.parse(path.read_text())
+    assert not [name for name in imports(path) if name.split(".")[0] in ("torch", "lightning", "torchmetrics")]
+    top = [node for node in tree.body if isinstance(node, ast.ImportFrom | ast.Import)]
+    names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in top]
+    assert not [name for name in names if (name or "").split(".")[0] == "src"]

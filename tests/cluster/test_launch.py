@@ -216,6 +216,20 @@ def test_what_slurm_refuses_is_said_in_its_words_with_a_hint(project: Project, o
     assert "Traceback" not in done.stderr
 
 
+def test_a_refused_account_is_said_with_what_lists_yours(project: Project) -> None:
+    """Account and partition must go together; nothing is left in the queue or on the disk that looks like a job."""
+    slurm("scontrol", "update", "PartitionName=urgent", "AllowAccounts=lab")
+    try:
+        options = ["--partition", "urgent", "--account", "other", "--nodes", "1", "--name", "gpt"]
+        done = project.command("submit.py", "--cluster", "local", *options)
+    finally:
+        slurm("scontrol", "update", "PartitionName=urgent", "AllowAccounts=ALL")
+    assert done.returncode == 2
+    assert "Invalid account or account/partition combination specified" in done.stderr
+    assert "sacctmgr show assoc user=$USER lists yours" in done.stderr
+    assert list((project.runs / "gpt/slurm").glob("*.json")) == []
+
+
 def test_a_typo_does_not_reach_the_queue(project: Project) -> None:
     """src.cli reads its settings before the job waits."""
     done = project.command("submit.py", "--cluster", "local", "--nodes", "1", "--name", "gpt", "--", "--typo", "1")

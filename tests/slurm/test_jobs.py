@@ -257,3 +257,15 @@ def test_a_job_ends_with_the_code_of_the_rank_that_fell(said: str, code: int) ->
     """Not with that of a rank that was ended with it, nor with that of an earlier start."""
     srun = 0 if not said else 143 if "143" in said and "Killed" not in said else 137
     assert fallen.job_exit_code(BATCH + said, srun) == code
+
+
+def test_what_is_free_is_shown(bin_folder: Path, run_jobs: Jobs) -> None:
+    """By partition and state, in words of a table; without a scheduler one line says so."""
+    program(bin_folder, "sinfo", "echo 'a100*|idle|2|gpu:a100:4|64|500000|4:00:00'")
+    done = run_jobs("nodes")
+    assert row(done, "a100*") | {"STATE": "idle", "NODES": "2", "GPUS": "gpu:a100:4"} == row(done, "a100*")
+    (bin_folder / "sinfo").write_text(
+        "#!/bin/sh\necho 'sinfo: fatal: Could not establish a configuration source' >&2; exit 1"
+    )
+    refused = run_jobs("nodes")
+    assert (refused.returncode, "know no cluster" in refused.stderr) == (2, True)
