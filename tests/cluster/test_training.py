@@ -1,6 +1,7 @@
 """Real training through the launcher on a real Slurm: every shape gives the same losses and ends well."""
 
 import csv
+import functools
 import os
 import re
 import subprocess
@@ -28,6 +29,10 @@ def submit(runs: Path, name: str, nodes: int, gpus: int) -> str:
     return re.findall(r"^job (\d+): ", done.stdout, re.MULTILINE)[0]
 
 
+def ended(job: str) -> bool:
+    return field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING")
+
+
 def losses(run: Path) -> list[float]:
     with (run / "metrics.csv").open(newline="") as file:
         return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
@@ -40,7 +45,7 @@ def test_every_shape_trains_the_same_and_ends_well(tmp_path: Path, launch: int) 
     jobs = {shape: submit(tmp_path, f"n{shape[0]}_gpu{shape[1]}", *shape) for shape in SHAPES}
     try:
         for job in jobs.values():
-            wait_for(lambda job=job: field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 600, job)
+            wait_for(functools.partial(ended, job), 600, f"job {job} has ended")
         for shape, job in jobs.items():
             log = tmp_path / f"n{shape[0]}_gpu{shape[1]}/slurm/{job}_0_log.out"
             assert (field(job, "JobState"), field(job, "ExitCode")) == ("COMPLETED", "0:0"), log.read_text()
