@@ -19,11 +19,11 @@ def summary(jobs: Sequence[Job], training: Training, plan: Plan | None, points: 
     for job in jobs:
         cluster, shape = job.cluster, job.shape
         card = (cluster.gpu or cluster.gpu_type or "GPU").upper() if cluster.gpu_request else "process"
-        kind = ("GPU" if cluster.gpu_request else "process") + (
-            "s" if shape.world_size > 1 and cluster.gpu_request else ""
-        )
+        kind = f"GPU{'s' if shape.world_size > 1 else ''}" if cluster.gpu_request else "in all"
         nodes = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''}"
-        parts = [f"{nodes} × {shape.gpus_per_node} {card} = {shape.world_size} {kind}", syntax.format_time(job.time)]
+        parts = [f"{nodes} × {shape.gpus_per_node} {card} = {shape.world_size} {kind}"]
+        parts += ["computing on CPUs"] if cluster.accelerator == "cpu" and cluster.gpu_request else []
+        parts.append(syntax.format_time(job.time))
         parts += [f"partition {cluster.partition}"] if cluster.partition else []
         parts += [text] if (text := batch_text(training, shape.world_size)) else []
         parts += [f"{points} runs"] if points else []

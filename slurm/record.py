@@ -62,7 +62,8 @@ def submit_all(submission: "Submission", *, check: bool) -> int:
     jobs = "python slurm/jobs.py"
     print(f"watch: {jobs} list; {jobs} logs {first.name} -f; {jobs} cancel {first.name}")
     # Bound to localhost: on a login node everybody could read along otherwise.
-    here, folder = f"{getpass.getuser()}@{socket.getfqdn()}", shlex.quote(str(first.run_root))
+    name = socket.getfqdn() if "." in socket.getfqdn() else socket.gethostname()
+    here, folder = f"{getpass.getuser()}@{name}", shlex.quote(str(first.run_root))
     print(f"curves: tensorboard --host localhost --port 6006 --logdir {folder}")
     print(f"        and, where you sit: ssh -N -L 6006:localhost:6006 {here}")
     return 0
