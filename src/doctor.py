@@ -2,6 +2,8 @@
 
     python -m src.doctor            # everything
     python -m src.doctor --storage  # where runs live: does it outlive this machine, is there room, how fast is it
+    srun python -m src.doctor       # everything, and whether and how fast all processes exchange data
+    torchrun --nproc-per-node=2 -m -- src.doctor --group  # only that
 
 Exit code 0 where nothing is wrong, 1 where something may cost a run, 2 where it cannot be used.
 """
@@ -19,30 +21,63 @@ from pathlib import Path
 import torch
 
 from src.cpus import usable_cpus
-from src.errors import UserError
+from src.errors import AgreedError, UserError
 from src.run import newest_first
 from src.storage import run_root
 from src.vanishing import filesystem
 
 WRITTEN = 64  # MiB that the speed is measured with
+LAUNCHED = {"TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "SLURM_STEPID"}  # one of them: torchrun or srun has started it
 Line = tuple[str, str, bool]  # what it is about, what was found, whether that may cost a run
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print what was found; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m src.doctor", description="Look at this machine.")
-    parser.add_argument("--storage", action="store_true", help="only where runs live")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--storage", action="store_true", help="only where runs live")
+    only.add_argument("--group", action="store_true", help="only what the processes of a launcher are to each other")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds to wait for the other processes, and for an all-reduce"
+    )
     arguments = parser.parse_args(argv)
-    doubtful = 0
+    rank, doubtful = 0, 0
     try:
-        for lines in [storage()] if arguments.storage else [machine(), storage()]:
+        rank, parts = examinations(arguments)
+        for lines in parts:
             for name, text, doubt in lines:
                 print(f"{name:<12}  {'warning: ' if doubt else ''}{text}", flush=True)
                 doubtful += doubt
     except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        if not (rank and isinstance(error, AgreedError)):
+            print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
     return int(doubtful > 0)
+
+
+def examinations(arguments: argparse.Namespace) -> tuple[int, list[Iterator[Line]]]:
+    """This process's rank and what it looks at: all of it on rank 0, the group alone on the others.
+
+    Raises:
+        UserError: the group is asked for where there is none, or a time that is none.
+
+    """
+    if not arguments.timeout > 0:
+        raise UserError(f"--timeout is {arguments.timeout:g}; it is a number of seconds above 0")
+    launch = None
+    if LAUNCHED & os.environ.keys():
+        from src.rendezvous import find_launch  # imports Lightning, which takes seconds
+
+        launch = find_launch()
+    if arguments.group and launch is None:
+        raise UserError("--group: one process has no others; torchrun --nproc-per-node=2 -m -- src.doctor, or srun")
+    rank = launch.rank if launch else 0
+    parts = [] if rank or arguments.storage or arguments.group else [machine()]
+    if launch and not arguments.storage:
+        from src.doctor_group import group
+
+        parts.append(group(launch, arguments.timeout))
+    return rank, parts if rank or arguments.group else [*parts, storage()]
 
 
 def machine() -> Iterator[Line]:

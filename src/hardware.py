@@ -144,7 +144,7 @@ def process_environment(shape: Shape) -> ClusterEnvironment:
         world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         _check_layout("torchrun", [local] * (world // local), shape)
         return TorchElasticEnvironment()
-    layout = _srun_layout()
+    layout = srun_layout()
     if sum(layout) > 1 or (layout and shape.world_size == 1):
         _check_layout("srun", layout, shape)
         # Lightning compares these; Slurm leaves them out (`srun -n 4`) or lets them speak of the job, not of the step.
@@ -161,7 +161,7 @@ def process_environment(shape: Shape) -> ClusterEnvironment:
     return LightningEnvironment()
 
 
-def _srun_layout() -> list[int]:
+def srun_layout() -> list[int]:
     """Tasks on each node of the srun step that this process is in; [] outside of one, also in a batch script's shell.
 
     Slurm writes them as `2(x3),1`; without `--ntasks-per-node` it may well put 3 and 1 tasks on two nodes.

@@ -65,11 +65,19 @@ def train(
     return done
 
 
-def srun(run_root: Path, nodes: int, per_node: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """What srun does: every task at once, each with Slurm's variables."""
+def srun(
+    run_root: Path,
+    nodes: int,
+    per_node: int,
+    *arguments: str,
+    start: tuple[str, ...] = ("-m", "src.cli"),
+    ranks: tuple[int, ...] | None = None,
+    **more: str,
+) -> list[subprocess.Popen[str]]:
+    """What srun does: every task at once, each with Slurm's variables; only `ranks`, where others do not come."""
     world, port = nodes * per_node, free_port()
     processes = []
-    for rank in range(world):
+    for rank in range(world) if ranks is None else ranks:
         env = environment(
             run_root,
             SLURM_JOB_ID="4711",
@@ -86,9 +94,9 @@ def srun(run_root: Path, nodes: int, per_node: int, *arguments: str) -> list[sub
             SLURM_JOB_NODELIST="localhost",
             SLURM_NODELIST="localhost",
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
+            **{"MASTER_PORT": str(port)} | more,
         )
-        command = [sys.executable, "-m", "src.cli", *arguments]
+        command = [sys.executable, *start, *arguments]
         processes.append(
             subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         )

@@ -28,7 +28,7 @@ def explain(beats: Sequence[Beat | None], silent: Iterable[int], limit: float) -
     behind = [beat for beat in living if not (gone or never) and (beat.events == last or last == furthest)]
     faults = [silence(beat) for beat in gone]
     if never:
-        faults.append(f"{_ranks(never)} never gave a sign of life")
+        faults.append(f"{ranks_text(never)} never gave a sign of life")
     faults += _places(behind)
     lines = [f"error: nothing has happened for {_time(limit)} (watchdog.minutes): " + "; ".join(faults)]
     waiting = _places([beat for beat in living if beat not in behind])
@@ -62,13 +62,13 @@ def _places(beats: list[Beat]) -> list[str]:
     for beat in beats:
         groups.setdefault((beat.step, beat.doing, beat.place), []).append(beat)
     return [
-        f"{_ranks([beat.rank for beat in group])}{f' on {group[0].host}' if len(group) == 1 else ''} "
+        f"{ranks_text([beat.rank for beat in group])}{f' on {group[0].host}' if len(group) == 1 else ''} "
         f"{'is' if len(group) == 1 else 'are'} in {doing} after step {step}, for {_time(group[0].quiet)}, at {place}"
         for (step, doing, place), group in groups.items()
     ]
 
 
-def _ranks(numbers: list[int]) -> str:
+def ranks_text(numbers: list[int]) -> str:
     """`rank 3`, `ranks 0, 2-7`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
