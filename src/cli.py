@@ -45,6 +45,7 @@ from src.command_line import config_files, explain, with_defaults
 from src.endings import complain, crash, run_to_its_end
 from src.errors import Stopped, UserError
 from src.files import write_text
+from src.hangs.debug import debug_collectives
 from src.hangs.dump import record_collectives
 from src.hangs.limit import WatchdogSettings, fit_timeouts
 from src.lock import release
@@ -141,6 +142,7 @@ class ProjectCLI(LightningCLI):
             default=None,
             help="how long a rank waits for the others in a collective; null: what the strategy says, 30",
         )
+        parser.add_argument("--debug_collectives", type=bool, default=False, help="NCCL and PyTorch report at INFO")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse strictly; an error becomes one line."""
@@ -159,6 +161,7 @@ class ProjectCLI(LightningCLI):
         """Find out what this machine makes of the configuration; refuse what cannot be."""
         self.config_text = self._dump_for_run()
         self.here = resolve(self.settings, config_files(self.argv))
+        self.here.notes += debug_collectives(self.argv) if self.settings.debug_collectives else []
         if self.here.plan is not None:
             self.settings.data.init_args.batch_size = self.here.plan.micro_batch_size
 
