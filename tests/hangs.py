@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from src.batching import GlobalBatchLoader
+from src.callbacks import watchdog
+from src.callbacks.watchdog import PULSE
 from src.rank_zero import rank_zero_work
 from tests.small_task import SmallData, SmallModule
 from tests.tiny import loader
@@ -20,10 +22,13 @@ class Hangs(SmallModule):
     sleep: its training_step never returns; collective: it waits for the others in a collective that they skip;
     stop: SIGSTOP to its own process; kill: SIGKILL, while rank 0 sleeps; alone: not at all, rank 0 works for 18 s;
     evaluation: the step of an evaluation never returns on its second batch.
+
+    Every `pulse` seconds the ranks give a sign of life.
     """
 
-    def __init__(self, way: str = "", after: int = 3, rank: int = 1, **settings: float) -> None:
+    def __init__(self, way: str = "", after: int = 3, rank: int = 1, pulse: float = PULSE, **settings: float) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]
+        watchdog.PULSE = pulse
         self.way, self.after, self.rank, self.evaluated = way, after, rank, 0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 
+from src.checkpoint.ranks import NAME
 from src.checkpoint.write import WholeFiles
 from src.errors import EXIT_HUNG
 from src.hangs.dump import dump_collectives, dump_stacks, dumps
 from src.hangs.heartbeats import Beat, Heartbeats, Verdict, end_process, process_state, within
+from src.hangs.ranks_file import keep_ranks
 from src.hangs.report import explain
 
 PULSE = 5.0  # seconds between two signs of life, at most
@@ -37,6 +39,8 @@ class Watchdog(Callback):
     between, and else those that have come less far than the others. Each rank writes its Python stacks to
     `hang-rank<k>.txt` and, with a process group, PyTorch's record of the last collectives. A checkpoint that is being
     written behind training gets half a minute. Ranks that are stopped are killed by their neighbours on the same host.
+
+    While it trains, rank 0 also writes each rank's last sign to `ranks.json`, for `python -m src.checkpoint status`.
 
     Time in which this process did not run at all does not count: a laptop that slept, a job that was suspended.
 
@@ -57,6 +61,7 @@ class Watchdog(Callback):
     ) -> None:
         self.limit, self.folder, self.tell, self.again = limit, folder or Path(tempfile.gettempdir()), tell, again
         self.pulse = min(PULSE, limit / 4)
+        self.keeps_ranks = folder is not None
         self._threads: list[threading.Thread] = []
         self._at = ("starting", time.monotonic(), 0)  # what began last, when, and the how many-th event it was
 
@@ -148,6 +153,9 @@ class Watchdog(Callback):
             store = torch.distributed.distributed_c10d._get_default_store()
             self._others = Heartbeats(store, rank, world_size)
             self._threads.append(threading.Thread(target=self._beat, args=(self._others, self._ended), daemon=True))
+            if rank == 0 and stage == "fit" and self.keeps_ranks:
+                file = (self.folder / NAME, Heartbeats(store, rank, world_size), 2 * self.pulse, self._ended)
+                self._threads.append(threading.Thread(target=keep_ranks, args=file, daemon=True))
         for thread in self._threads:
             thread.start()
 

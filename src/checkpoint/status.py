@@ -13,6 +13,7 @@ from typing import Any
 from src.checkpoint.choose import NoWholeCheckpointError
 from src.checkpoint.entries import files_of, look, restart_from
 from src.checkpoint.files import place_inside
+from src.checkpoint.ranks import line, ranks_of
 from src.checkpoint.units import age, duration, shorten
 from src.errors import UserError
 from src.lock import owner
@@ -128,6 +129,7 @@ def facts(run: Path) -> dict[str, Any]:
             "file": str(entry.path),
         }
         lost = None if state.last_step is None else max(0, state.last_step - found[1])
+    since = None if state.written is None else state.written - SILENT
     return {
         "run": run.name,
         "folder": str(run),
@@ -137,6 +139,7 @@ def facts(run: Path) -> dict[str, Any]:
         "last_step": state.last_step,
         "losses": _losses(run),
         "sign_of_life": state.written,
+        "ranks": ranks_of(run, time.time(), since, state.name == "running"),
         "checkpoint": checkpoint,
         "steps_lost": lost,
         "error": state.summary.get("error"),
@@ -161,6 +164,7 @@ def _lines(told: dict[str, Any]) -> list[str]:
         lines.append(("train/loss", ", ".join(f"{loss} at step {step}" for loss, step in losses)))
     if told["sign_of_life"] is not None:
         lines.append(("sign of life", f"{age(told['sign_of_life'])} ago"))
+    lines += [(f"rank {row['rank']}", line(row)) for row in told["ranks"]]
     if checkpoint:
         place = f"step {checkpoint['step']}, {checkpoint['place']}, {age(checkpoint['modified'])} old"
         lines.append(("checkpoint", f"{place}: {checkpoint['file']}"))

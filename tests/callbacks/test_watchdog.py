@@ -20,6 +20,7 @@ from src.errors import EXIT_HUNG
 from src.hangs.dump import COLLECTIVES, dump_collectives, dumps, record_collectives
 from src.hangs.heartbeats import Beat, end_process, process_state
 from src.hangs.limit import WatchdogSettings, fit_timeouts
+from src.hangs.ranks_file import keep_ranks
 from src.hangs.report import explain
 from src.strategies import DDP
 from tests.commands import CPU, ROOT, SMALL, environment, read_json
@@ -204,3 +205,29 @@ def test_what_the_user_set_for_the_recorder_stays(tmp_path: Path, monkeypatch: p
     record_collectives(tmp_path)
     assert os.environ[names[2]] == "0"
     assert not {*names[:2]} & set(os.environ)
+
+
+def test_what_is_heard_of_ranks_is_written_and_taken_away(tmp_path: Path) -> None:
+    """A sign that stays the same is silence; the end of the run removes the file, an end of the store leaves it."""
+    path, ended = tmp_path / "ranks.json", threading.Event()
+    looks: list[list[Beat | None]] = [[beat(0, 1, number=k), beat(1, 1), None] for k in range(4)]
+
+    class Store:
+        def all(self) -> list[Beat | None]:
+            if not looks:
+                raise ConnectionError
+            return looks.pop(0)
+
+    heard: Any = Store()
+    keep_ranks(path, heard, 0.05, ended)
+    rows = read_json(path)["ranks"]
+    assert [(row["rank"], row["host"], row["step"]) for row in rows] == [
+        (0, "elsewhere", 7),
+        (1, "elsewhere", 7),
+        (2, None, None),
+    ]
+    assert rows[0]["silent"] == 0
+    assert rows[1]["silent"] >= 0.1
+    ended.set()
+    keep_ranks(path, heard, 0.05, ended)
+    assert not path.exists()

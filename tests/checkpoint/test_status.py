@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from src.callbacks.run_record import REFRESH
-from src.checkpoint.status import HEARTBEAT, SILENT, state_of
+from src.checkpoint.ranks import line
+from src.checkpoint.status import HEARTBEAT, SILENT, facts, state_of
 from tests.checkpoints import a_run, refused, said, truncated, zeroed
 
 
@@ -127,3 +128,48 @@ def test_status_of_a_run_without_a_whole_checkpoint(run_root: Path, capsys: pyte
     assert any("none of the 1 checkpoints" in note for note in told["notes"])
     (run / "summary.json").write_text("{")
     assert "summary.json is no JSON" in refused(capsys, "status", "mine")
+
+
+def ranks(run: Path, ago: float, *silent: float) -> None:
+    """ranks.json as rank 0 wrote it so many seconds ago; every 10 s, and its ranks have been silent for so long."""
+    known = {"host": "node1", "step": 7, "doing": "backward", "quiet": 3.0}
+    rows = [known | {"rank": rank, "silent": seconds} for rank, seconds in enumerate(silent)]
+    content = {"written": datetime.datetime.now(datetime.UTC).timestamp() - ago, "every": 10.0, "ranks": rows}
+    (run / "ranks.json").write_text(json.dumps(content))
+
+
+def lately(seconds: float) -> str:
+    """So many seconds ago, as the summary writes it."""
+    then = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=seconds)
+    return then.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+@pytest.mark.parametrize(
+    ("reason", "ago", "stale"),
+    [("running", 0, [False, True]), ("running", 60, [True, True]), ("hung", 6000, [False, True])],
+    ids=["rank 1 is silent", "rank 0 is", "as it was at the end"],
+)
+def test_a_line_for_each_rank(tmp_path: Path, reason: str, ago: float, stale: list[bool]) -> None:
+    """A rank that missed three looks is stale, all where rank 0 writes no more; an ended run's do not grow older."""
+    run = a_run(tmp_path, "mine", exit_reason=reason, written=lately(ago), last_step=7)
+    ranks(run, ago, 2, 31)
+    told = facts(run)["ranks"]
+    assert [row["stale"] for row in told] == stale
+    text = line(told[1])
+    assert text.startswith("stale: step 7, in backward for 3 s, on node1, heard of ")
+    assert line(told[0]).startswith("stale") == stale[0]
+
+
+def test_ranks_of_an_earlier_start_are_left_out(tmp_path: Path) -> None:
+    """A run that hung on two processes goes on with one, which writes no such file."""
+    run = a_run(tmp_path, "mine", exit_reason="running", written=lately(0), last_step=7)
+    ranks(run, SILENT + 30, 2, 31)
+    assert facts(run)["ranks"] == []
+    (run / "ranks.json").write_text("[1")
+    assert facts(run)["ranks"] == []
+
+
+def test_a_rank_that_has_not_come_yet(tmp_path: Path) -> None:
+    """It has no step."""
+    rank = {"rank": 1, "host": None, "step": None, "doing": None, "quiet": None, "silent": 5.0}
+    assert line(rank | {"age": 5.0, "stale": False}) == "no sign of life yet, for 5 s"

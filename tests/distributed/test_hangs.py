@@ -136,6 +136,33 @@ def test_a_rank_that_died_is_reported(tmp_path: Path) -> None:
     assert re.search(r"rank 0 on \S+ is in training_step after step 3", outputs[0])
 
 
+def test_status_shows_a_stopped_rank_as_stale(tmp_path: Path) -> None:
+    """While the run waits for it: a line for each rank, with its step and age, and which of them is stale."""
+    arguments = [*HANG, *SMALL_DATA, "--model.way", "stop", "--model.pulse", "1", "--watchdog.minutes", "5"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "src.cli", "fit", *TWO, *arguments],
+        cwd=ROOT,
+        env=environment(tmp_path),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        until, rows = time.monotonic() + 120, ["", ""]
+        while not ("stale: " in rows[-1] and "stale: " not in rows[0]) and time.monotonic() < until:
+            assert process.poll() is None
+            time.sleep(0.5)
+            asked = [sys.executable, "-m", "src.checkpoint", "status", "hung"]
+            told = subprocess.run(asked, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True).stdout
+            rows = [row for row in told.splitlines() if row.startswith("rank ")] or ["", ""]
+    finally:
+        for pid in of_session(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+    waits, stopped = rows
+    assert re.match(r"rank 0 +step 3, in backward for \d+ s, on \S+, heard of \d+ s ago$", waits)
+    assert re.match(r"rank 1 +stale: step \d, in .+ for \d+ s, on \S+, heard of \d+ s ago$", stopped)
+
+
 def test_under_torchrun_all_end_as_well(tmp_path: Path) -> None:
     """torchrun serves the store: one message, and it reports the ranks' exit code."""
     code, text = hang(tmp_path, *SMALL_DATA, "--model.way", "sleep", launcher=(*TORCHRUN, "--"))
@@ -165,6 +192,7 @@ def test_a_job_that_was_stopped_whole_goes_on(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGCONT)
     _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (0, "")
+    assert not (tmp_path / "hung" / "ranks.json").exists()
 
 
 def test_work_of_rank_0_alone_may_take_longer_than_a_collective(tmp_path: Path) -> None:
