@@ -24,7 +24,7 @@ def test_a_run_is_named_after_the_task_and_ends_with_a_sample(alone: tuple[Path,
     run, output = alone
     assert run.name.startswith("language-2")
     manifest = read_json(run / "manifest.json")
-    assert (manifest["task"], manifest["global_batch_size"]) == ("language", 8)
+    assert (manifest["task"], manifest["global_batch_size"]) == ("language", 16)
     best = read_json(run / "summary.json")["best"]
     assert best["metric"] == "val/bpb"
     assert best["value"] == pytest.approx(min(float(row["val/bpb"]) for row in rows(run) if row["val/bpb"]))
