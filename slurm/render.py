@@ -1,6 +1,6 @@
 """The batch script of a job: what Slurm is asked for, what runs before training, training, what runs after it.
 
-submitit writes and submits it; everything in it is decided here. The same job gives the same text.
+submitit writes it; everything in it is decided here. The same job gives the same text.
 """
 
 import shlex
@@ -39,6 +39,11 @@ class Job:
     token: str = ""  # of this submission, and of no other: Slurm's comment on the job
     race: str = ""  # what the jobs of a race have in common
     python: str = field(default_factory=lambda: sys.executable)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run has no more work for it when it is finished; else it evaluates what was trained."""
+        return self.commands[0][0] == "fit"
 
     def __post_init__(self) -> None:
         if self.name.lower() in INTERACTIVE:
@@ -127,6 +132,7 @@ def before(job: Job) -> list[str]:
         lines += [f"{index}) {_assignment(run, command)} ;;" for index, (run, command) in enumerate(pairs)]
         lines.append("esac")
     options = f"--tasks {job.shape.world_size}" + (f" --race {shlex.quote(job.race)}" if job.race else "")
+    options += "" if job.trains else " --evaluate"
     lines += [
         "# Where to meet, or `exit 0` where there is nothing to do: slurm/job.py.",
         f'found=$("$python" -m slurm.job {options} "$RUN_ROOT/$run") || exit',

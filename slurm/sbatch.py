@@ -1,47 +1,46 @@
-"""Slurm's own commands, and submitit's executor as this project uses it."""
+"""Slurm's own commands, and submitit's writer of batch scripts as this project uses it."""
 
-import contextlib
-import io
 import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
+import sys
+from collections.abc import Sequence
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
 from slurm import render
 from slurm.errors import LaunchError
 from slurm.render import Job
 
+LATE = (124, 137)  # what `timeout` ends with
 SECONDS = 60  # that a command of Slurm may take; a controller that is down lets sbatch try for a while
 # Of the allocation that this command may run in (salloc, a notebook, a job): sbatch takes SBATCH_* and SLURM_* for
 # options of the new job, and its tasks would take the old one's ranks and addresses.
 FOREIGN = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SUBMITIT|PMI|PMIX|OMPI)_|(MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE)$")
 FOREIGN_TOO = re.compile(r"(LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES)$")
 KEPT = ("SLURM_CONF",)
-# What sbatch says -> what to do about it.
+# What sbatch says, in whatever case -> what to do about it.
 HINTS = (
     (
         r"account/partition combination|Invalid account",
         "account and partition must belong together: sacctmgr show assoc user=$USER lists yours",
     ),
     (r"invalid partition", "sinfo -s lists the partitions"),
-    (r"[Ii]nvalid qos", "sacctmgr show assoc user=$USER format=account,partition,qos lists yours; or drop qos"),
+    (r"invalid qos", "sacctmgr show assoc user=$USER format=account,partition,qos lists yours; or drop qos"),
     (
         r"QOS\w*Limit|AssocGrp|job violates accounting/QOS policy|MaxSubmit",
         "a limit of your account or QOS: fewer nodes, a shorter --time, or wait for your other jobs",
     ),
     (
-        r"[Ii]nvalid generic resource|gres",
+        r"invalid generic resource|gres",
         "gpu_type or gpu_request of the cluster file do not fit: sinfo -o '%P %G' shows what nodes have",
     ),
     (
         r"time limit is invalid|exceeds partition time limit|PartitionTimeLimit",
         "the partition allows less time: sinfo -o '%P %l'",
     ),
-    (r"[Nn]ode count", "the partition has not so many nodes: sinfo -s"),
+    (r"node count", "the partition has not so many nodes: sinfo -s"),
     (
         r"node configuration is not available|More processors requested|Memory specification",
         "no node has that many GPUs, CPUs or that much memory: sinfo -o '%P %G %c %m'",
@@ -52,10 +51,18 @@ HINTS = (
     ),
     (r"wckey", "the site wants a wckey of its own: ask its support"),
     (
-        r"Unable to contact|[Cc]onnection refused|Socket timed out|slurmctld.*not responding|Zero Bytes",
+        r"Unable to contact|connection refused|Socket timed out|slurmctld.*not responding|Zero Bytes",
         "the controller does not answer: scontrol ping; try again later",
     ),
 )
+
+
+# After these words the job may be in the queue: the controller was late with its answer.
+UNCLEAR = re.compile(r"timed out|Zero Bytes|[Cc]ommunication")
+
+
+class NoClearAnswerError(LaunchError):
+    """sbatch ended without saying whether the job was accepted."""
 
 
 def scrub() -> list[str]:
@@ -66,34 +73,39 @@ def scrub() -> list[str]:
     return foreign
 
 
-def ask(*command: str, given: str | None = None, seconds: int = SECONDS) -> subprocess.CompletedProcess[str]:
+def ask(*command: str, given: str | None = None, seconds: int | None = None) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands.
 
     Raises:
         LaunchError: there is none of that name here, or it did not answer in time.
 
     """
+    seconds = seconds or SECONDS
+    done = _run(command, seconds, given)
+    if done.returncode in LATE:
+        raise LaunchError(f"{command[0]} did not answer within {seconds} s: is the controller up? scontrol ping")
+    return done
+
+
+def _run(command: Sequence[str], seconds: int, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run it, and end it with all that it has started when it is late."""
     if shutil.which(command[0]) is None:
         raise LaunchError(
             f"no {command[0]} here: Slurm's commands are on a cluster's login node (or `make cluster-up`)"
         )
-    try:
-        return subprocess.run(command, input=given, capture_output=True, text=True, errors="replace", timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"{command[0]} did not answer within {seconds} s: is the controller up? scontrol ping"
-        ) from None
+    late = ["timeout", "--kill-after=5", str(seconds)]
+    return subprocess.run([*late, *command], input=given, capture_output=True, text=True, errors="replace")
 
 
 def advice(text: str) -> str:
     """What Slurm said, in one line, with a hint where one is known."""
     said = " ".join(text.split()) or "nothing"
-    hints = [hint for pattern, hint in HINTS if re.search(pattern, said)]
+    hints = [hint for pattern, hint in HINTS if re.search(pattern, said, re.IGNORECASE)]
     return f"{said} ({hints[0]})" if hints else said
 
 
 class Executor(SlurmExecutor):
-    """Renders and submits a `Job`. The script runs `src.cli` itself: there is no pickle, and nobody else's signals."""
+    """Renders a `Job`. The script runs `src.cli` itself: there is no pickle, and nobody else's signals."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(folder=job.folder, python=job.python)
@@ -110,18 +122,6 @@ class Executor(SlurmExecutor):
         text = super()._make_submission_file_text(command, uid)
         return re.sub(r"#SBATCH --signal=.*\n|export SUBMITIT_EXECUTOR=.*\n", "", text)
 
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return ["timeout", "--kill-after=5", str(SECONDS), "sbatch", "--parsable", str(submission_file_path)]
-
-    @staticmethod
-    def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        text = string.decode() if isinstance(string, bytes) else string
-        # JOBID or JOBID;CLUSTER on a line of its own, whatever a site's plugin prints before it.
-        lines = [line for line in text.splitlines() if re.fullmatch(r"[0-9]+(;\S+)?", line.strip())]
-        if not lines:
-            raise FailedSubmissionError(f"sbatch said {text!r}, which has no job number in it")
-        return lines[-1].strip().split(";")[0]
-
 
 def script(job: Job) -> str:
     """The text that is submitted."""
@@ -129,37 +129,63 @@ def script(job: Job) -> str:
 
 
 def submit(job: Job) -> str:
-    """Submit once; the job's number.
+    """Submit once; the job's number. What sbatch says beside it goes to stderr.
 
     Where sbatch fails without a clear answer the queue is asked whether it holds the job after all.
 
     Raises:
+        NoClearAnswerError: and the queue does not show the job (yet).
         LaunchError: Slurm refused; its own words, with a hint.
 
     """
-    if shutil.which("sbatch") is None:
-        raise LaunchError("no sbatch here: submit on a cluster's login node, or try --dry-run or `make cluster-up`")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what its error says
-            return str(Executor(job)._submit_command(render.command(job)).job_id)
-    except (FailedJobError, FailedSubmissionError) as error:
-        cause = error.__cause__
-        late = isinstance(cause, subprocess.CalledProcessError) and cause.returncode in (124, 137)
-        said = f"no answer within {SECONDS} s: Socket timed out" if late else str(error)
-        if re.search(r"timed out|Zero Bytes|[Cc]ommunication", said) and (found := with_token(job.token)):
-            return found
-        raise LaunchError(f"sbatch refused {job.name}: {advice(said)}") from error
+    path = job.folder / f".{job.token}_submission.sh"
+    path.write_text(script(job), encoding="utf-8")
+    done = _run(["sbatch", "--parsable", str(path)], SECONDS)
+    # JOBID or JOBID;CLUSTER on a line of its own, whatever a site's plugin prints around it.
+    numbers = re.findall(r"^\s*([0-9]+)(?:;\S+)?\s*$", done.stdout, re.MULTILINE)
+    if done.returncode == 0 and numbers:
+        print(done.stderr, end="", file=sys.stderr)
+        number = str(numbers[-1])
+    else:
+        number = _after_all(job, done)
+    path.replace(job.folder / f"{number}_submission.sh")
+    return number
+
+
+def _after_all(job: Job, done: subprocess.CompletedProcess[str]) -> str:
+    """The number of a job that Slurm may have accepted though sbatch does not say so."""
+    late = done.returncode in LATE
+    said = f"no answer within {SECONDS} s: Socket timed out" if late else advice(done.stderr or done.stdout)
+    if done.returncode and not UNCLEAR.search(said):
+        raise LaunchError(f"sbatch refused {job.name}: {said}")
+    if found := with_token(job.token):
+        return found
+    raise NoClearAnswerError(
+        f"sbatch gave no clear answer for {job.name}: {said}; the job may be in the queue all the same: "
+        "python slurm/jobs.py list shows it then, and while it is there this run is not submitted again"
+    )
 
 
 def with_token(token: str) -> str | None:
     """The number of the queued job that carries this comment; None where there is none or nobody answers."""
     try:
-        rows = ask("squeue", "--me", "--noheader", "--format=%A %k").stdout.splitlines()
+        return next((number for number, comment in queued() if comment == token), None)
     except LaunchError:
         return None
-    return next(
-        (number for number, _, comment in (row.partition(" ") for row in rows) if comment.strip() == token), None
-    )
+
+
+def queued() -> list[tuple[str, str]]:
+    """Number and comment of each of your jobs in the queue; of an array the number that all its tasks share.
+
+    Raises:
+        LaunchError: Slurm is not here or does not answer.
+
+    """
+    done = ask("squeue", "--me", "--noheader", "--format=%F %k")
+    if done.returncode:
+        raise LaunchError(f"squeue: {advice(done.stderr)}")
+    pairs = (row.strip().partition(" ") for row in done.stdout.splitlines())
+    return [(number, comment.strip()) for number, _, comment in pairs if number.isdigit()]
 
 
 def start_estimate(job: Job) -> str | None:
