@@ -1,5 +1,10 @@
-"""Submitting: check, snapshot, sbatch, and a record beside the run that jobs.py reads."""
+"""Submitting: snapshot, check, sbatch, and a record beside the run that jobs.py reads.
 
+A record is written before sbatch is called, as TOKEN.submitting, and gets the job's number afterwards: a submission
+that was interrupted, or that Slurm never answered, is found again in the queue by its comment, which is the token.
+"""
+
+import contextlib
 import datetime
 import getpass
 import json
@@ -8,18 +13,20 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm import race, sbatch, snapshot
-from slurm.cluster import ROOT
 from slurm.errors import LaunchError
 from slurm.render import Job, plain_command
-from slurm.shared_root import refuse_shared
+from slurm.shared_root import make_folder, refuse_shared
 
 if TYPE_CHECKING:
     from slurm.plan import Submission
+
+# Without these keys a record says nothing.
+REQUIRED = {"job", "name", "runs", "points", "race", "submitted", "nodes", "gpus_per_node", "time_seconds", "argv"}
 
 
 def submit_all(submission: "Submission", *, check: bool) -> int:
@@ -31,34 +38,40 @@ def submit_all(submission: "Submission", *, check: bool) -> int:
     """
     first = submission.jobs[0]
     _refuse_second(first)
-    if check:
-        _check(first)
-    first.run_root.mkdir(parents=True, exist_ok=True)
+    make_folder(first.run_root)
     if not submission.trust:
         refuse_shared(first.run_root)
     if submission.snapshot:
         snapshot.take(submission.snapshot, first.run_root / ".snapshots", submission.trust)
-    first.folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+    if check:
+        _check(first)
+    make_folder(first.folder)
     submitted: list[str] = []
     refused: list[LaunchError] = []
     for job in submission.jobs:
         if job.race and (winner := race.holder(job.folder, job.race)):
             print(f"job {winner} has started already: {job.shape} is not submitted")
             break
+        mark = _write(submission, job)
         try:
             number = sbatch.submit(job)
+        except sbatch.NoClearAnswerError as error:
+            refused.append(error)  # its mark stays: the job may show up
+            break
         except LaunchError as error:
+            mark.unlink()
             refused.append(error)
             continue
+        _number(mark, number)
         submitted.append(number)
-        _write(submission, job, number)
         print(f"job {number}: {job.name}" + (f", {len(job.runs)} runs" if submission.points else ""), flush=True)
         if job.race and (winner := race.holder(job.folder, job.race)) not in (None, number):
-            sbatch.ask("scancel", number)  # the other one started meanwhile, and could not know this one
+            with contextlib.suppress(LaunchError):  # it leaves by itself when it starts
+                sbatch.ask("scancel", number)  # the other one started meanwhile, and could not know this one
     if not submitted:
         raise refused[0]
     for refusal in refused:
-        print(f"warning: {refusal}; the other shape stays in the queue", file=sys.stderr)
+        print(f"warning: {refusal}; what was submitted stays in the queue", file=sys.stderr)
     jobs = "python slurm/jobs.py"
     print(f"watch: {jobs} list; {jobs} logs {first.name} -f; {jobs} cancel {first.name}")
     # Bound to localhost: on a login node everybody could read along otherwise.
@@ -70,12 +83,16 @@ def submit_all(submission: "Submission", *, check: bool) -> int:
 
 
 def _check(job: Job) -> None:
-    """Let src.cli read its settings now: a typo must not wait in the queue."""
+    """Let src.cli read its settings now, with the code of the job: a typo must not wait in the queue.
+
+    Nor may a file that was left out of the snapshot.
+    """
     arguments = [*job.commands[0], "--print_config"]
+    own = {"PYTHONPATH": str(job.code), "PYTHONDONTWRITEBYTECODE": "1", "RUN_ROOT": str(job.run_root)}
     done = subprocess.run(
         [job.python, "-m", "src.cli", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "RUN_ROOT": str(job.run_root)},
+        cwd=job.code,
+        env=os.environ | own,
         capture_output=True,
         text=True,
         errors="replace",
@@ -83,33 +100,61 @@ def _check(job: Job) -> None:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         said = errors[-1].removeprefix("error: ") if errors else done.stderr[-2000:]
-        raise LaunchError(f"{said} (found by {plain_command(['fit', '…', '--print_config'])}; --no-check goes without)")
+        raise LaunchError(f"{said} (found by `python -m src.cli {arguments[0]} … --print_config`; see --no-check)")
 
 
 def _refuse_second(job: Job) -> None:
     """Two jobs of one run would wait for each other, or train it twice."""
-    known = {number for run in {job.name, *job.runs} for number in _numbers(job.run_root / run / "slurm")}
-    if not known:
+    if not any(job.run_root.glob("*/slurm")):
         return
-    rows = sbatch.ask("squeue", "--me", "--noheader", "--format=%A %T").stdout.splitlines()
-    live = [row for row in rows if row.split()[0] in known]
-    if live:
-        number, state = live[0].split()[:2]
-        raise LaunchError(
-            f"run {job.name} has job {number} already ({state}): python slurm/jobs.py cancel {job.name} ends it, "
-            "another --name starts another run"
-        )
+    queue = sbatch.queued()
+    adopt(job.run_root, {comment: number for number, comment in queue})
+    numbers = {number for number, _ in queue}
+    for record in all_records(job.run_root):
+        if record["job"] in numbers and not {job.name, *job.runs}.isdisjoint({record["name"], *record["runs"]}):
+            raise LaunchError(
+                f"run {job.name} has job {record['job']} already: python slurm/jobs.py cancel {record['name']} ends "
+                "it, another --name starts another run"
+            )
 
 
-def _numbers(folder: Path) -> Iterator[str]:
-    for path in folder.glob("*.json"):
-        yield path.stem
+def all_records(run_root: Path) -> Iterator[dict[str, Any]]:
+    """What was submitted, in no order. A record that cannot be read is named on stderr."""
+    for path in run_root.glob("*/slurm/*.json"):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            whole = isinstance(record, dict) and record.keys() >= REQUIRED
+        except (OSError, ValueError):
+            whole = False
+        if whole:
+            yield record
+        else:
+            print(f"warning: {path} is damaged: job {path.stem} is not shown", file=sys.stderr)
 
 
-def _write(submission: "Submission", job: Job, number: str) -> None:
-    """A record of the job. It holds no environment, which may hold secrets."""
+def adopt(run_root: Path, queue: Mapping[str, str]) -> None:
+    """Give submissions that ended without an answer the number under which they are in the queue (comment -> job)."""
+    for mark in run_root.glob("*/slurm/*.submitting"):
+        if number := queue.get(mark.stem):
+            _number(mark, number)
+
+
+def _number(mark: Path, number: str) -> None:
+    content = json.loads(mark.read_text(encoding="utf-8")) | {"job": number}
+    _write_whole(mark.with_name(f"{number}.json"), content)
+    mark.unlink()
+
+
+def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _write(submission: "Submission", job: Job) -> Path:
+    """A record of the job, which has no number yet. It holds no environment, which may hold secrets."""
     content: dict[str, Any] = {
-        "job": number,
+        "job": None,
         "name": job.name,
         "runs": list(job.runs),
         "points": [dict(point.settings) for point in submission.points],
@@ -127,7 +172,6 @@ def _write(submission: "Submission", job: Job, number: str) -> None:
         "argv": list(submission.argv),
         "folder": os.getcwd(),
     }
-    path = job.folder / f"{number}.json"
-    temporary = path.with_suffix(".writing")
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    mark = job.folder / f"{job.token}.submitting"
+    _write_whole(mark, content)
+    return mark

@@ -11,9 +11,24 @@ from slurm.errors import LaunchError
 
 def make_private(folder: Path) -> None:
     """Make `folder`, which only its owner can enter, and the folders above it that are missing."""
-    for missing in reversed([parent for parent in folder.parents if not parent.exists()]):
-        missing.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: not writable by a group
+    make_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` and those above it that are missing; whatever the umask: not writable by a group.
+
+    Raises:
+        LaunchError: it cannot be made.
+
+    """
+    try:
+        for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
+            missing.mkdir(mode=0o755, exist_ok=True)
+        if not folder.is_dir():
+            raise LaunchError(f"{folder} is no folder: choose another one, such as by RUN_ROOT")
+    except OSError as error:
+        raise LaunchError(f"the folder {folder} cannot be made ({error.strerror}): set RUN_ROOT") from error
 
 
 def refuse_shared(folder: Path, top: Path | None = None) -> None:

@@ -1,0 +1,160 @@
+"""Submitting with a pretended Slurm: what is written when, what is refused, and nothing twice."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launching import make_project
+
+Submit = Callable[..., subprocess.CompletedProcess[str]]
+SHAPE = ("--cluster", "local", "--nodes", "1", "--gpus-per-node", "1")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project in a git repository."""
+    return make_project(tmp_path / "my project")
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """An sbatch that accepts, a squeue that says what is in the file `queue`."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "queue").touch()
+    program(tmp_path / "bin", "sbatch", "echo 70")
+    program(tmp_path / "bin", "squeue", f"cat {tmp_path}/queue")
+    return tmp_path / "bin"
+
+
+def program(programs: Path, name: str, body: str) -> None:
+    (programs / name).write_text(f"#!/bin/bash\necho {name} >> {programs.parent}/calls\n{body}\n")
+    (programs / name).chmod(0o755)
+
+
+@pytest.fixture
+def submit(project: Path, programs: Path, tmp_path: Path) -> Submit:
+    """Runs the command from another folder."""
+
+    def run(*arguments: str, umask: int = 0o022, script: str = "submit.py") -> subprocess.CompletedProcess[str]:
+        own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        own |= {"PATH": f"{programs}:/usr/bin:/bin", "RUN_ROOT": str(tmp_path / "runs")}
+        options = SHAPE if script == "submit.py" else ()
+        command = [sys.executable, str(project / "slurm" / script), *options, *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, umask=umask)
+
+    return run
+
+
+def test_a_record_stands_beside_the_run(submit: Submit, tmp_path: Path) -> None:
+    """With number and command, and without a variable of the environment; no mark is left."""
+    assert submit("--name", "gpt").returncode == 0
+    record = json.loads((tmp_path / "runs/gpt/slurm/70.json").read_text())
+    assert (record["job"], record["argv"][-1]) == ("70", "gpt")
+    assert not list((tmp_path / "runs").rglob("*.submitting"))
+    assert os.environ["PATH"] not in json.dumps(record)
+
+
+def test_what_was_submitted_and_never_recorded_is_not_submitted_again(
+    submit: Submit, programs: Path, tmp_path: Path
+) -> None:
+    """A submission that ended between Slurm's yes and the record is found by its comment, and then listed."""
+    program(programs, "sbatch", "kill -9 $(ps -o ppid= -p $PPID)")  # the launcher, above `timeout`
+    assert submit("--name", "gpt").returncode == -9
+    (mark,) = (tmp_path / "runs/gpt/slurm").glob("*.submitting")
+    (tmp_path / "queue").write_text(f"71 {mark.stem}\n")
+    again = submit("--name", "gpt")
+    assert again.returncode == 2
+    assert "run gpt has job 71 already" in again.stderr
+    assert (programs.parent / "calls").read_text().split().count("sbatch") == 1
+    (tmp_path / "queue").write_text(f"71|N/A|71|RUNNING|n1|{mark.stem}|None\n")
+    assert "gpt  71   RUNNING" in submit("list", script="jobs.py").stdout
+
+
+def test_a_running_task_of_an_array_keeps_its_run(submit: Submit, programs: Path, tmp_path: Path) -> None:
+    """Slurm gives every task a number of its own: what counts is the array's."""
+    program(programs, "squeue", 'case "$*" in *%F*) echo "70 x.0";; *) echo "71 RUNNING";; esac')
+    assert submit("--name", "g", "--grid", "model.lr=1,2").returncode == 0
+    assert "has job 70 already" in submit("--name", "g", "--grid", "model.lr=1,2").stderr
+
+
+def test_a_grids_run_is_not_submitted_beside_its_grid(submit: Submit, tmp_path: Path) -> None:
+    """g-1 has a job, though its record stands under g."""
+    assert submit("--name", "g", "--grid", "model.lr=1,2").returncode == 0
+    (tmp_path / "queue").write_text("70 x.0\n")
+    assert "run g-1 has job 70 already: python slurm/jobs.py cancel g ends it" in submit("--name", "g-1").stderr
+
+
+def test_a_queue_that_does_not_answer_is_no_empty_one(submit: Submit, programs: Path) -> None:
+    """Whether the run has a job cannot be said, so nothing is submitted."""
+    submit("--name", "gpt")
+    program(programs, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    refused = submit("--name", "gpt")
+    assert refused.returncode == 2
+    assert "error: squeue: slurm_load_jobs error" in refused.stderr
+
+
+def test_settings_are_read_with_the_jobs_code(submit: Submit, project: Path, tmp_path: Path) -> None:
+    """A module that git does not track is missing there, and that is said before the job waits."""
+    cli = project / "src/cli.py"
+    cli.write_text(f"import src.new\n{cli.read_text()}")
+    (project / "src/new.py").touch()
+    refused = submit("--name", "gpt")
+    assert refused.returncode == 2
+    assert "No module named 'src.new'" in refused.stderr
+    assert submit("--name", "gpt", "--include", "src/new.py").returncode == 0
+
+
+def test_a_configuration_from_elsewhere_is_submitted(submit: Submit, project: Path, tmp_path: Path) -> None:
+    """The check finds the copy that the job will read; so does a resume, whatever became of the original."""
+    cli = project / "src/cli.py"
+    cli.write_text(cli.read_text().replace('if "--print', "open(option('--config'))\nif \"--print", 1))
+    (tmp_path / "mine.yaml").write_text("global_batch_size: 128\n")
+    done = submit("--name", "gpt", "--config", "mine.yaml")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "mine.yaml").write_text("global_batch_size: 3\n")
+    again = submit("resume", "gpt", script="jobs.py")
+    assert again.returncode == 0, again.stderr
+    assert "global batch 128" in again.stdout
+    assert (
+        "fit --config .included/mine.yaml" in json.loads((tmp_path / "runs/gpt/slurm/70.json").read_text())["command"]
+    )
+
+
+def test_a_run_whose_code_is_gone_is_not_resumed(submit: Submit, tmp_path: Path) -> None:
+    """A scratch file system purges old files; the line says what to do."""
+    submit("--name", "gpt")
+    (tmp_path / "runs/.snapshots").rename(tmp_path / "purged")
+    refused = submit("resume", "gpt", script="jobs.py")
+    assert refused.returncode == 2
+    assert "the code of that submission is gone" in refused.stderr
+
+
+def test_no_folder_is_writable_by_a_group(submit: Submit, tmp_path: Path) -> None:
+    """Whatever the umask, and so the run root that it has made is not refused by the next start."""
+    assert submit("--name", "gpt", umask=0o002).returncode == 0
+    for folder in ("runs", "runs/gpt", "runs/gpt/slurm"):
+        assert (tmp_path / folder).stat().st_mode & 0o022 == 0
+
+
+def test_a_run_root_that_cannot_be_made_is_one_line(submit: Submit, tmp_path: Path) -> None:
+    """No traceback."""
+    (tmp_path / "runs").touch()
+    refused = submit("--name", "gpt")
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_a_closed_pipe_and_a_plain_terminal_are_no_errors(project: Path, tmp_path: Path) -> None:
+    """`submit.py --dry-run | head -1`, and an encoding without ×."""
+    command = f"'{sys.executable}' '{project}/slurm/submit.py' --cluster local --dry-run"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "RUN_ROOT": str(tmp_path / "runs")}
+    done = subprocess.run(["bash", "-c", f"{command} | true"], env=environment, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    shown = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+    assert shown.stdout.startswith("1 node ? 4 A100")
