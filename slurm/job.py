@@ -10,7 +10,6 @@ import datetime
 import os
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -29,10 +28,8 @@ def say(text: str) -> None:
 
 def first_host(nodes: str) -> str:
     """The first of Slurm's list, such as `rack[1-2]node[01-04]`; the batch script runs there."""
-    if shutil.which("scontrol"):
-        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=60)
-        if done.returncode == 0 and done.stdout.split():
-            return done.stdout.split()[0]
+    if found := scontrol("hostnames", nodes).split():
+        return found[0]
     from submitit.slurm.slurm import _parse_node_list
 
     return str(_parse_node_list(nodes)[0])
@@ -43,11 +40,17 @@ def address(host: str) -> str:
     with contextlib.suppress(OSError):
         socket.getaddrinfo(host, None)
         return host
-    if shutil.which("scontrol"):
-        done = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, timeout=60)
-        if found := re.search(r"\bNodeAddr=(\S+)", done.stdout):
-            return found[1]
-    return host
+    found = re.search(r"\bNodeAddr=(\S+)", scontrol("node", host))
+    return found[1] if found else host
+
+
+def scontrol(*what: str) -> str:
+    """What `scontrol show` says; "" where it is missing, refuses, or does not answer."""
+    try:
+        done = subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def free_port(job: int, host: str = "") -> int:
@@ -73,25 +76,26 @@ def foreign_code(code: Path) -> str | None:
     return None if origin and origin.is_relative_to(code.resolve()) else str(origin)
 
 
-def begin(run: Path, tasks: int, race_name: str) -> str:
+def begin(run: Path, tasks: int, race_name: str, evaluate: bool = False) -> str:
     """The lines to evaluate."""
     job, start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", 0))
     nodes = os.environ["SLURM_JOB_NODELIST"]
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     say(f"job {job}, {'first start' if start == 0 else f'restart {start}'}, on {nodes}, {now}: run {run}")
-    if (run / "DONE").exists():
+    if (run / "DONE").exists() and not evaluate:
         say("the run is finished: nothing to do")
         return "exit 0"
+    # Before the claim: a job that cannot train leaves the race to the others.
+    if (given := os.environ.get("SLURM_NTASKS")) and int(given) != tasks:
+        raise SystemExit(f"Slurm starts {given} tasks, the run wants {tasks}")
+    if other := foreign_code(Path.cwd()):
+        raise SystemExit(f"src would be imported from {other}, not from {Path.cwd()}: see setup: and PYTHONPATH")
     if race_name and (winner := race.claim(run / "slurm", race_name, job)) != job:
         say(f"job {winner} was first: this one leaves")
         return "exit 0"
     if race_name:
         race.cancel_others(race_name, job)
     history.note(run, history.own_job(os.environ), "start", restart=start, nodes=nodes)
-    if (given := os.environ.get("SLURM_NTASKS")) and int(given) != tasks:
-        raise SystemExit(f"Slurm starts {given} tasks, the run wants {tasks}")
-    if other := foreign_code(Path.cwd()):
-        raise SystemExit(f"src would be imported from {other}, not from {Path.cwd()}: see setup: and PYTHONPATH")
     found = {"MASTER_ADDR": address(first_host(nodes)), "MASTER_PORT": str(free_port(int(job)))}
     say(" ".join(f"{name}={value}" for name, value in found.items()))
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in found.items())
@@ -112,13 +116,14 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--tasks", type=int, help="how many Slurm must start")
     parser.add_argument("--race", default="", help="leave where another job has it")
+    parser.add_argument("--evaluate", action="store_true", help="there is work although the run is finished")
     parser.add_argument("--ended", type=int, metavar="CODE", help="srun is over, with this exit code")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where batch.out is")
     options = parser.parse_args()
     if options.ended is not None:
         print(end(options.run, options.logs, options.ended))
         return 0
-    print(begin(options.run, options.tasks, options.race))
+    print(begin(options.run, options.tasks, options.race, options.evaluate))
     return 0
 
 

@@ -5,11 +5,11 @@ terminal closed, when two start in the same second, and after a requeue, which c
 """
 
 import os
-import shutil
-import subprocess
+import sys
 from pathlib import Path
 
-from slurm.sbatch import ask
+from slurm.errors import LaunchError
+from slurm.sbatch import ask, queued
 
 
 def claim(folder: Path, race: str, job: str) -> str:
@@ -42,11 +42,11 @@ def token(race: str, index: int) -> str:
 
 def cancel_others(race: str, job: str) -> list[str]:
     """Take the race's other jobs out of the queue, as far as Slurm answers: one that starts all the same leaves."""
-    if shutil.which("squeue") is None or shutil.which("scancel") is None:
+    try:
+        others = [number for number, comment in queued() if comment.rpartition(".")[0] == race and number != job]
+        if others:
+            ask("scancel", *others)
+    except LaunchError as error:
+        print(f"the other jobs of the race are not cancelled, they leave when they start: {error}", file=sys.stderr)
         return []
-    rows = ask("squeue", "--me", "--noheader", "--format=%A %k").stdout.splitlines()
-    pairs = [row.split(maxsplit=1) for row in rows if " " in row.strip()]
-    others = [number for number, comment in pairs if comment.strip().rpartition(".")[0] == race and number != job]
-    if others:
-        subprocess.run(["scancel", *others], timeout=60, check=False)
     return others

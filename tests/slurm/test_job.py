@@ -100,6 +100,34 @@ def test_who_lost_the_race_leaves_before_it_writes(inside: Path) -> None:
     assert history.read(inside, "1234") == []
 
 
+def test_a_finished_run_is_evaluated(inside: Path) -> None:
+    """Only training has nothing to do there."""
+    inside.mkdir()
+    (inside / "DONE").touch()
+    assert "MASTER_ADDR" in job.begin(inside, 2, "", evaluate=True)
+
+
+def test_a_job_that_cannot_train_does_not_take_the_race(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other shape still may."""
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    with pytest.raises(SystemExit):
+        job.begin(inside, 2, "r")
+    assert race.holder(inside / "slurm", "r") is None
+
+
+def test_a_scontrol_that_does_not_answer_stops_nothing(
+    inside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's list is read without it then."""
+
+    def late(*arguments: object, **options: object) -> None:
+        raise subprocess.TimeoutExpired("scontrol", 60)
+
+    monkeypatch.setattr(job.subprocess, "run", late)
+    assert job.first_host("rack[1-2]node[01-04]") == "rack1node01"
+    assert job.address("no.such.host.invalid") == "no.such.host.invalid"
+
+
 def test_another_number_of_tasks_is_refused(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's count against the run's: a smaller world would train without an error."""
     monkeypatch.setenv("SLURM_NTASKS", "1")

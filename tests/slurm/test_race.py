@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm import race
+from slurm import race, sbatch
 from slurm.cluster import ROOT
 
 CLAIM = "import sys; from slurm import race; print(race.claim(race.Path(sys.argv[1]), 'r', sys.argv[2]))"
@@ -78,4 +78,14 @@ def test_the_winner_cancels_the_races_other_jobs_and_no_more(slurm: Path) -> Non
 def test_a_node_without_slurms_commands_races_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where squeue is missing nothing is cancelled and nothing fails: the loser leaves when it starts."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert race.cancel_others("abc", "11") == []
+
+
+@pytest.mark.parametrize("late", ["squeue", "scancel"])
+def test_a_slurm_that_does_not_answer_costs_the_winner_nothing(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """It has the race, so the others will leave; were it to fall here, nobody would train."""
+    monkeypatch.setattr(sbatch, "SECONDS", 1)
+    (slurm.parent / "bin" / late).write_text("#!/bin/sh\nsleep 30\n")
     assert race.cancel_others("abc", "11") == []
