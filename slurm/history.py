@@ -1,5 +1,6 @@
 """A job's starts and ends, kept beside its run: GPU hours are counted from them where a site has no accounting."""
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -23,11 +24,15 @@ def note(folder: Path, job: str, event: str, **facts: object) -> None:
 
 
 def read(folder: Path, job: str) -> list[dict[str, Any]]:
-    """What was noted, the oldest first."""
+    """What was noted, the oldest first; a line that was cut off, as by a full disk, is passed over."""
     path = folder / "slurm" / f"{job}_history.jsonl"
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def last_sign(folder: Path) -> float:

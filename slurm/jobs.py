@@ -12,6 +12,7 @@ RUN is a run's name, or a grid's with all its runs. Works with squeue alone; sac
 """
 
 import argparse
+import math
 import os
 import re
 import subprocess
@@ -32,6 +33,12 @@ from slurm.states import State, hint, states
 GPU_QUERY = "index,name,utilization.gpu,memory.used,memory.total,power.draw"
 GPU_SECONDS = 30
 TAIL = 40  # lines
+
+
+def _one(found: Sequence[State], name: str) -> State:
+    if len(found) > 1:
+        raise LaunchError(f"{name} is a grid: name one of its runs, {found[-1].run} to {found[0].run}")
+    return found[0]
 
 
 def list_runs(found: Sequence[State]) -> None:
@@ -79,9 +86,13 @@ def logs(state: State, rank: int, err: bool, follow: bool, lines: int) -> None:
     batch, ranks = folder / f"{state.job}_batch.out", _rank_logs(folder, state.job)
     if err:
         return _fallen(batch, ranks, lines)
-    if ranks and rank not in ranks:
-        raise LaunchError(f"--rank {rank}: job {state.job} has the ranks 0 to {max(ranks)}")
+    if not 0 <= rank < (count := state.record["nodes"] * state.record["gpus_per_node"]):
+        raise LaunchError(f"--rank {rank}: job {state.job} has the ranks 0 to {count - 1}")
     files = [path for path in (batch, ranks.get(rank)) if path is not None and path.exists()]
+    if follow and (state.live or files):  # also what is not there yet
+        files = [batch, folder / f"{state.job}_{rank}_log.out"]
+        if not all(path.exists() for path in files):
+            print(f"job {state.job} is {state.state}; this waits for its output, Ctrl-C ends it", flush=True)
     if not files:
         raise LaunchError(f"job {state.job} ({state.state}) has written nothing yet in {folder}")
     command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
@@ -149,7 +160,7 @@ def nodes() -> None:
 
 def cancel(found: Sequence[State]) -> None:
     """End these runs' jobs, in whatever state, and no others."""
-    numbers = sorted({job for state in found for job in _jobs_of(state) if state.live})
+    numbers = sorted({job for state in found for job in state.live})
     if not numbers:
         print(f"nothing to cancel: {', '.join(f'{state.run} is {state.state}' for state in found)}")
         return
@@ -159,18 +170,11 @@ def cancel(found: Sequence[State]) -> None:
     print(f"cancelled: {', '.join(numbers)}")
 
 
-def _jobs_of(state: State) -> list[str]:
-    """In a race there may be more than one."""
-    from slurm.states import records
-
-    rows = records(state.folder.parent)[state.run]
-    return [row["job"] for row in rows if row["race"] and row["race"] == state.record["race"]] or [state.job]
-
-
 def resume(found: Sequence[State], name: str) -> int:
     """Submit a run again as it was submitted, with the code it had; of a grid the points that are not finished."""
     if alive := [state for state in found if state.live]:
-        raise LaunchError(f"run {alive[0].run} has job {alive[0].job} ({alive[0].state}): nothing to resume")
+        held = alive[0]
+        raise LaunchError(f"run {held.run} has job {held.live[0]} ({held.state}): nothing to resume (cancel ends it)")
     open_runs = [state.run for state in found if state.state != "FINISHED"]
     if not open_runs:
         print(f"run {name} is finished: nothing to submit")
@@ -181,7 +185,8 @@ def resume(found: Sequence[State], name: str) -> int:
     more = ["--name", record["name"], "--code", record["code"]]
     if record["points"]:
         more += ["--points", ",".join(str(int(run.removeprefix(f"{record['name']}-"))) for run in open_runs)]
-    os.chdir(record["folder"])
+    if os.path.isdir(record["folder"]):  # from where its relative paths start
+        os.chdir(record["folder"])
     return submit.main([*argv[:cut], *more, *argv[cut:]])
 
 
@@ -189,13 +194,17 @@ def report(found: Sequence[State]) -> None:
     """Settings, state, steps and the best value of each run's metric; `*` marks the best of all."""
     names = list(dict.fromkeys(name for state in found for name in _point(state)))
     best = {state.run: state.summary.get("best") or {} for state in found}
-    metric = next((value["metric"] for value in best.values() if value.get("metric")), "best")
-    values = {run: value["value"] for run, value in best.items() if value.get("value") is not None}
-    top = (max if _larger_is_better(found) else min)(values.values(), default=None)
-    rows: list[Sequence[str]] = [("RUN", *names, "STATE", "STEP", metric, "GPU HOURS")]
+    values = {run: value["value"] for run, value in best.items() if isinstance(value.get("value"), int | float)}
+    metrics = {run: str(best[run].get("metric")) for run in values}
+    alike = len(set(metrics.values())) == 1  # else there is no best of all
+    comparable = [value for value in values.values() if alike and math.isfinite(value)]
+    top = (max if _larger_is_better(found) else min)(comparable, default=None)
+    column = next(iter(metrics.values())) if alike else "BEST"
+    rows: list[Sequence[str]] = [("RUN", *names, "STATE", "STEP", column, "GPU HOURS")]
     for state in sorted(found, key=lambda state: state.run):
         value = values.get(state.run)
         shown = "" if value is None else f"{value:.6g}{' *' if value == top else ''}"
+        shown += "" if alike or value is None else f" {metrics[state.run]}"
         point, step = _point(state), state.summary.get("last_step", "")
         settings = [point.get(name, "") for name in names]
         rows.append((state.run, *settings, state.state, str(step), shown, f"{state.gpu_seconds / 3600:.2f}"))
@@ -244,7 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
+    except BrokenPipeError:  # of `jobs.py list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more
         return 0
     except KeyboardInterrupt:
         return 130
@@ -256,9 +266,9 @@ def _run(options: argparse.Namespace, found: Sequence[State]) -> int:
             list_runs(found)
             print(f"runs, logs (slurm/) and checkpoints: {find_run_root(load_cluster(options.cluster))}")
         case "logs":
-            logs(found[0], options.rank, options.err, options.follow, options.lines)
+            logs(_one(found, options.run), options.rank, options.err, options.follow, options.lines)
         case "gpu":
-            gpu(found[0])
+            gpu(_one(found, options.run))
         case "cancel":
             cancel(found)
         case "resume":

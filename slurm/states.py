@@ -14,8 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from slurm import history, sbatch
+from slurm import history, race, sbatch
 from slurm.errors import LaunchError
+from slurm.record import adopt, all_records
 from slurm.syntax import format_time
 
 # Slurm's reason for a job that waits -> what that means and what to do.
@@ -54,6 +55,27 @@ def hint(reason: str) -> str:
 
 
 @dataclass(frozen=True)
+class Queued:
+    """One job, or one task of an array, that Slurm has in hand or has just seen end."""
+
+    array: str  # the number that the tasks of an array share; of another job its own
+    state: str
+    nodes: str
+    comment: str
+    reason: str
+
+    @property
+    def live(self) -> bool:
+        """Whether Slurm may still run it."""
+        return self.state not in ENDED
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has nodes now."""
+        return self.state == "RUNNING"
+
+
+@dataclass(frozen=True)
 class State:
     """One run's newest job."""
 
@@ -61,16 +83,12 @@ class State:
     folder: Path  # of the run
     job: str  # JOB, or JOB_INDEX in an array
     record: Mapping[str, Any]
-    state: str  # Slurm's word, FINISHED, or what summary.json says of a job that Slurm has forgotten
+    state: str  # Slurm's word, FINISHED, GONE where Slurm has forgotten it, UNKNOWN where Slurm does not answer
     reason: str = ""
     nodes: str = ""
     seconds: float = 0.0  # of this start, or of the last one
     gpu_seconds: float = 0.0  # of all starts of all jobs of the run
-
-    @property
-    def live(self) -> bool:
-        """Whether Slurm may still run it."""
-        return self.state not in (*ENDED, "FINISHED", "GONE") and bool(self.state)
+    live: tuple[str, ...] = ()  # jobs of the run that Slurm may still run: in a race there are several
 
     @property
     def summary(self) -> Mapping[str, Any]:
@@ -93,9 +111,8 @@ class State:
 def records(run_root: Path) -> dict[str, list[dict[str, Any]]]:
     """The records of each run, the newest last. A grid's stand under each of its points."""
     found: dict[str, list[dict[str, Any]]] = {}
-    paths = run_root.glob("*/slurm/*.json")
-    for record in sorted((_json(path) for path in paths), key=lambda record: record.get("submitted", "")):
-        for index, run in enumerate(record.get("runs", [])):
+    for record in sorted(all_records(run_root), key=lambda record: (record["submitted"], int(record["job"]))):
+        for index, run in enumerate(record["runs"]):
             job = f"{record['job']}_{index}" if len(record["runs"]) > 1 else record["job"]
             found.setdefault(run, []).append(record | {"job": job, "array": record["job"]})
     return found
@@ -110,57 +127,89 @@ def states(run_root: Path, only: str | None = None, *, ask_slurm: bool = True) -
         LaunchError: no such run was submitted (the text names the newest), or Slurm does not answer.
 
     """
+    queue: dict[str, Queued] = {}
+    answers = True
+    try:
+        queue = _queue()
+        adopt(run_root, {found.comment: found.array for found in queue.values()})
+    except LaunchError as error:
+        if ask_slurm:
+            raise
+        answers = False
+        print(f"warning: {error}; what follows is from the runs' own files", file=sys.stderr)
     known = records(run_root)
     names = [run for run, rows in known.items() if only in (None, run, rows[-1]["name"])]
     if only is not None and not names:
         newest = ", ".join(list(known)[-5:][::-1]) or "none"
         raise LaunchError(f"no run {only!r} was submitted in {run_root}; the newest there: {newest}")
-    try:
-        queue = _queue()
-    except LaunchError as error:
-        if ask_slurm:
-            raise
-        print(f"warning: {error}; what follows is from the runs' own files", file=sys.stderr)
-        queue = {}
-    past = _accounting([row["job"] for name in names for row in known[name][-1:] if row["job"] not in queue])
-    return [_state(run_root / name, known[name], queue, past) for name in reversed(names)]
+    chosen = {name: _representative(run_root / name, known[name], queue) for name in names}
+    past = _accounting([row["job"] for row in chosen.values() if row["job"] not in queue])
+    if not answers:
+        past = {row["job"]: "UNKNOWN" for row in chosen.values()} | past
+    return [_state(run_root / name, chosen[name], known[name], queue, past) for name in reversed(names)]
 
 
-def _state(folder: Path, rows: list[dict[str, Any]], queue: Mapping[str, list[str]], past: Mapping[str, str]) -> State:
-    # In a race the job that has started stands for the run; else the newest does.
-    live = [row for row in rows if row["job"] in queue]
-    running = [row for row in live if queue[row["job"]][1] != "PENDING"]
-    record = (running or live or rows)[-1]
+def _representative(folder: Path, rows: list[dict[str, Any]], queue: Mapping[str, Queued]) -> dict[str, Any]:
+    """The job that stands for a run: the one that has started, else one that waits, else the newest.
+
+    One that has lost its race is none of them.
+    """
+    rows = [row for row in rows if not row["race"] or race.holder(folder / "slurm", row["race"]) in (None, row["job"])]
+    waiting = [row for row in rows if row["job"] in queue and queue[row["job"]].live]
+    running = [row for row in waiting if queue[row["job"]].state != "PENDING"]
+    return (running or waiting or rows)[-1]
+
+
+def _state(
+    folder: Path,
+    record: dict[str, Any],
+    rows: list[dict[str, Any]],
+    queue: Mapping[str, Queued],
+    past: Mapping[str, str],
+) -> State:
     job = record["job"]
-    spans = [span for row in rows for span in _spans(folder, row, queue.get(row["job"], ["", ""])[1] == "RUNNING")]
-    seconds = spans[-1][0] if spans else 0.0
-    spent = sum(span * gpus for span, gpus in spans)
-    if (folder / "DONE").exists() and (job not in queue or queue[job][1] in ENDED):
-        return State(folder.name, folder, job, record, "FINISHED", "", "", seconds, spent)
-    if job in queue:
-        _, state, reason, nodes = queue[job]
-        return State(folder.name, folder, job, record, state, reason, nodes, seconds, spent)
-    summary = _json(folder / "summary.json")
-    why = str(summary.get("exit_reason", "")) if summary.get("exit_reason") != "running" else "ended without a word"
-    return State(folder.name, folder, job, record, past.get(job) or "GONE", why, "", seconds, spent)
+    here = queue.get(job)
+    spans = [span for row in rows for span in _spans(folder, row, row["job"] in queue and queue[row["job"]].runs)]
+    if (folder / "DONE").exists() and not (here and here.live):
+        state, reason, nodes = "FINISHED", "", ""
+    elif here:
+        state, reason, nodes = here.state, here.reason, here.nodes
+    else:
+        why = str(_json(folder / "summary.json").get("exit_reason", ""))
+        state, nodes = past.get(job) or "GONE", ""
+        reason = "ended without a word" if why == "running" and state != "UNKNOWN" else why
+    return State(
+        run=folder.name,
+        folder=folder,
+        job=job,
+        record=record,
+        state=state,
+        reason=reason,
+        nodes=nodes,
+        seconds=spans[-1][0] if spans else 0.0,
+        gpu_seconds=sum(span * gpus for span, gpus in spans),
+        live=tuple(row["job"] for row in rows if row["job"] in queue and queue[row["job"]].live),
+    )
 
 
-def _queue() -> dict[str, list[str]]:
-    """Job -> [job, state, reason, nodes] of what Slurm has in hand; array tasks one by one.
+def _queue() -> dict[str, Queued]:
+    """What Slurm has in hand, by JOB or JOB_INDEX; array tasks one by one.
 
     Raises:
         LaunchError: Slurm is not here or does not answer.
 
     """
-    asked = "--format=%F|%K|%A|%T|%r|%N"
+    asked = "--format=%F|%K|%A|%T|%N|%k|%r"
     done = sbatch.ask("squeue", "--me", "--noheader", "--array", "--states=all", asked)
     if done.returncode:
         raise LaunchError(f"squeue: {sbatch.advice(done.stderr)}")
     found = {}
     for line in done.stdout.splitlines():
-        array, index, number, state, reason, nodes = line.split("|", 5)
+        if line.count("|") < 6:
+            continue  # what a site's wrapper says
+        array, index, number, state, nodes, comment, reason = line.split("|", 6)
         job = f"{array}_{index}" if index.isdigit() else number
-        found[job] = [job, state, "" if reason == "None" else reason, nodes]
+        found[job] = Queued(array, state, nodes, comment, "" if reason == "None" else reason)
     return found
 
 
@@ -173,7 +222,7 @@ def _accounting(jobs: Iterable[str]) -> dict[str, str]:
     except LaunchError:
         return {}
     rows = [line.split("|") for line in done.stdout.splitlines() if "|" in line]
-    return {job: state.split()[0] for job, state, *_ in rows}
+    return {job: state.split()[0] for job, state, *_ in rows if state.split()}
 
 
 def _spans(folder: Path, record: Mapping[str, Any], running: bool) -> list[tuple[float, int]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurm import fallen, history, states
+from slurm import fallen, history, race, states
 from slurm.cluster import ROOT
 
 Jobs = Callable[..., subprocess.CompletedProcess[str]]
@@ -43,7 +43,9 @@ def submitted(root: Path, name: str, job: str, runs: list[str] | None = None, **
 
 def queue(bin_folder: Path, *rows: str) -> None:
     """What squeue will say: ARRAY|INDEX|JOB|STATE|REASON|NODES."""
-    program(bin_folder, "squeue", "\n".join(["cat <<'END'", *rows, "END"]))
+    parts = [row.split("|") for row in rows]
+    lines = [f"{array}|{index}|{job}|{state}|{nodes}|c.0|{reason}" for array, index, job, state, reason, nodes in parts]
+    program(bin_folder, "squeue", "\n".join(["cat <<'END'", *lines, "END"]))
 
 
 def program(bin_folder: Path, name: str, body: str) -> None:
@@ -202,6 +204,102 @@ def test_a_grid_is_shown_and_cancelled_as_one(root: Path, bin_folder: Path, run_
     assert row(done, "g-0") | {"model.lr": "1e-3", "STATE": "FINISHED", "val/bpb": "2.5 *"} == row(done, "g-0")
     assert row(done, "g-1")["STATE"] == "RUNNING"
     assert run_jobs("cancel", "g").stdout == "cancelled: 20_1\n"
+
+
+def test_the_winner_of_a_race_stands_for_the_run(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """The loser, submitted after it and cancelled, hides neither its state nor its output, now and later."""
+    submitted(root, "gpt", "11", race="r")
+    submitted(root, "gpt", "12", race="r")
+    race.claim(root / "gpt/slurm", "r", "11")
+    queue(bin_folder, "11|N/A|11|RUNNING|None|n1", "12|N/A|12|CANCELLED|None|")
+    assert row(run_jobs("list"), "gpt") | {"JOB": "11", "STATE": "RUNNING"} == row(run_jobs("list"), "gpt")
+    queue(bin_folder)
+    assert row(run_jobs("list"), "gpt")["JOB"] == "11"
+    queue(bin_folder, "11|N/A|11|FAILED|None|n1", "12|N/A|12|PENDING|None|")
+    assert run_jobs("cancel", "gpt").stdout == "cancelled: 12\n"
+
+
+def test_a_job_that_waits_comes_before_one_that_has_just_failed(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """Slurm shows ended jobs for some minutes: the run that was submitted again is pending, and can be cancelled."""
+    submitted(root, "gpt", "11")
+    submitted(root, "gpt", "12")
+    queue(bin_folder, "11|N/A|11|FAILED|NonZeroExitCode|n1", "12|N/A|12|PENDING|Priority|")
+    found = row(run_jobs("list"), "gpt")
+    assert (found["JOB"], found["STATE"]) == ("12", "PENDING")
+    assert run_jobs("cancel", "gpt").stdout == "cancelled: 12\n"
+
+
+def test_a_job_that_only_accounting_knows_does_not_come_back(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """Preempted without a requeue, long ago: the run can be resumed, and there is nothing to cancel."""
+    submitted(root, "gpt", "11")
+    program(bin_folder, "sacct", "echo '11|PREEMPTED'; echo '12|'")
+    assert row(run_jobs("list"), "gpt")["STATE"] == "PREEMPTED"
+    assert "nothing to cancel: gpt is PREEMPTED" in run_jobs("cancel", "gpt").stdout
+    assert "nothing to resume" not in run_jobs("resume", "gpt").stderr
+
+
+def test_a_slurm_that_does_not_answer_is_no_end(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """The job is not said to be gone."""
+    submitted(root, "gpt", "11")
+    program(bin_folder, "squeue", "exit 1")
+    assert row(run_jobs("list"), "gpt")["STATE"] == "UNKNOWN"
+
+
+def test_what_is_damaged_is_named_and_the_rest_is_shown(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """A record that is cut off or empty, a line of a history, and what a site's squeue says beside its rows."""
+    for name in ("cut", "empty", "odd", "fine"):
+        submitted(root, name, "11")
+    record = root / "cut/slurm/11.json"
+    record.write_text(record.read_text()[:50])
+    (root / "empty/slurm/11.json").write_text("{}")
+    (root / "odd/slurm/11.json").write_text("[1]")
+    history.note(root / "fine", "11", "start")
+    with (root / "fine/slurm/11_history.jsonl").open("a") as file:
+        file.write('{"event": "en')
+    queue(bin_folder, "11|N/A|11|RUNNING|None|n1")
+    program(bin_folder, "squeue", f"echo maintenance on Monday\n{(bin_folder / 'squeue').read_text()}")
+    done = run_jobs("list")
+    assert row(done, "fine")["STATE"] == "RUNNING"
+    for name in ("cut", "empty", "odd"):
+        assert f"warning: {root}/{name}/slurm/11.json is damaged: job 11 is not shown" in done.stderr
+
+
+def test_runs_of_different_metrics_have_no_best(root: Path, run_jobs: Jobs) -> None:
+    """A loss and an accuracy are shown with their names, and compared with nothing; nor is nan the best."""
+    best = {"a": ("loss", 2.0), "b": ("acc", 0.5), "c": ("loss", float("nan"))}
+    for job, (name, (metric, value)) in enumerate(best.items()):
+        submitted(root, name, str(job))
+        text = json.dumps({"best": {"metric": metric, "value": value}})
+        (root / name / "summary.json").write_text(text)
+    done = run_jobs("report")
+    assert [row(done, name)["BEST"] for name in "abc"] == ["2 loss", "0.5 acc", "nan loss"]
+    (root / "b/slurm/1.json").unlink()
+    assert [row(run_jobs("report"), name)["loss"] for name in "ac"] == ["2 *", "nan"]
+
+
+def test_a_run_of_a_grid_has_to_be_named(root: Path, run_jobs: Jobs) -> None:
+    """Which of them `logs GRID` would mean cannot be said."""
+    submitted(root, "g", "20", ["g-0", "g-1"], points=[{"a": "1"}, {"a": "2"}])
+    for command in ("logs", "gpu"):
+        assert "g is a grid: name one of its runs, g-0 to g-1" in run_jobs(command, "g").stderr
+
+
+def test_logs_are_followed_from_before_the_job_starts(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """Batch script and rank, though neither file is there yet."""
+    submitted(root, "gpt", "11")
+    queue(bin_folder, "11|N/A|11|PENDING|Resources|")
+    program(bin_folder, "tail", 'echo "$@"')
+    said = run_jobs("logs", "gpt", "-f", "--rank", "1").stdout
+    assert "job 11 is PENDING; this waits for its output, Ctrl-C ends it" in said
+    assert f"-F {root}/gpt/slurm/11_batch.out {root}/gpt/slurm/11_1_log.out" in said
+
+
+def test_a_run_whose_folder_is_gone_is_resumed_from_here(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """The folder in which it was submitted only mattered for relative paths."""
+    submitted(root, "gpt", "11", folder=str(root / "gone"), argv=["--name", "gpt", "--cluster", "nowhere"])
+    refused = run_jobs("resume", "gpt")
+    assert "nowhere" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_logs_err_names_the_rank_that_fell_first(root: Path, run_jobs: Jobs) -> None:
