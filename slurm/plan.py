@@ -15,11 +15,12 @@ from slurm import grid, race, snapshot, syntax
 from slurm.cluster import ROOT, Cluster, load_cluster
 from slurm.describe import summary
 from slurm.errors import LaunchError
+from slurm.included import OUTSIDE
+from slurm.overrides import refuse_config, refuse_secrets, take_run
 from slurm.render import Job
 from slurm.training import Shape, Training, choose_shape, given, read_training
 
-# An option whose value may be a secret; a number (model.mask_token 5) is none.
-SECRET_OPTION = re.compile(r"(api_?key|_key|token|secret|password|passwd)$", re.IGNORECASE)
+CODE_IS_GONE = "the code of that submission is gone, {code}: submit the run anew with submit.py --name"
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,16 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
     from src.vanishing import vanishes
 
     cluster = _cluster(options)
-    overrides, name, warnings = _take_run(overrides, options.name)
-    _refuse_secrets(overrides)
-    configs = [_config(file) for file in options.config]
+    overrides, name, warnings = take_run(overrides, options.name)
+    refuse_config(overrides)
+    refuse_secrets(overrides)
+    if options.code and not options.code.is_dir():
+        raise LaunchError(CODE_IS_GONE.format(code=options.code))
+    configs = [_config(file, options.code) for file in options.config]
     training = read_training(configs, overrides)
     time = _time(options.time) or cluster.time
     run_root = find_run_root(cluster)
-    name = name or f"{training.experiment}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    name = new_name(training.experiment) if name is None else name
     _check_name(name)
     shapes, notes = _shapes(options, training, cluster)
     if cluster.name != "local" and (why := vanishes(run_root)):
@@ -66,16 +70,18 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
         *_precision(training, cluster),
     ]
     points = grid.points(options.grid, name) if options.grid else []
+    refuse_secrets([part for point in points for part in point.overrides])
     if options.points:
         chosen = {int(index) for index in options.points.split(",")}
         points = [point for index, point in enumerate(points) if index in chosen]
     plan = None if options.no_snapshot or options.code else _snapshot(options, configs, warnings)
     code = options.code or (run_root / ".snapshots" / plan.digest if plan else ROOT)
+    names = [_inside(config, plan, code) for config in configs]
     race_name = uuid.uuid4().hex[:8] if options.race else ""
     jobs = []
     for index, shape in enumerate(shapes):
         commands = [
-            _command(training, cluster, shape, configs, plan, run, more)
+            _command(training, cluster, shape, names, run, more)
             for run, more in ([(point.run, point.overrides) for point in points] or [(name, [])])
         ]
         token = race.token(race_name or uuid.uuid4().hex[:8], index)
@@ -95,7 +101,7 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
                 race=race_name,
             )
         )
-    finished = [run for run in jobs[0].runs if (run_root / run / "DONE").exists()]
+    finished = [run for run in jobs[0].runs if jobs[0].trains and (run_root / run / "DONE").exists()]
     warnings += [f"run {run} is finished and will not be trained again" for run in finished if points]
     return Submission(
         name=name,
@@ -124,41 +130,27 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def _take_run(overrides: Sequence[str], name: str | None) -> tuple[list[str], str | None, list[str]]:
-    """`--run NAME` behind `--` is --name: the launcher has to know the run's folder."""
-    rest, found = list(overrides), None
-    for index, part in enumerate(rest):
-        if part == "--run" and index + 1 < len(rest):
-            found, rest[index : index + 2] = rest[index + 1], []
-            break
-        if part.startswith("--run="):
-            found, rest[index : index + 1] = part.removeprefix("--run="), []
-            break
-    if found is None:
-        return rest, name, []
-    if name not in (None, found):
-        raise LaunchError(f"--name {name} contradicts --run {found} behind `--`: leave one of them out")
-    return rest, found, [f"--run {found} is taken as --name {found}"]
+def _config(file: str, code: Path | None) -> str:
+    """A configuration file as a path that is there: below the current folder, else below the project.
+
+    Of a snapshot that is there already it is the copy, as it was at that time.
+    """
+    places = [Path(file).resolve(), (ROOT / file).resolve()]
+    if code and code != ROOT:
+        places = [
+            code / (place.relative_to(ROOT) if place.is_relative_to(ROOT) else Path(OUTSIDE, place.name))
+            for place in places
+        ]
+    # Where none is, src.cli's message names what is there.
+    return next((str(place) for place in places if place.is_file()), file)
 
 
-def _refuse_secrets(overrides: Sequence[str]) -> None:
-    for index, part in enumerate(overrides):
-        name, equals, value = part.partition("=")
-        value = value if equals else overrides[index + 1] if index + 1 < len(overrides) else ""
-        is_number = re.fullmatch(r"[-+.\deE]*", value) is not None
-        if syntax.SECRET.search(part) or (name.startswith("--") and SECRET_OPTION.search(name) and not is_number):
-            raise LaunchError(
-                f"{name.split('://')[0]} holds a key, token or password, which would stand in scripts and logs: let "
-                "the environment hold it (the job gets yours), or a line of `setup` that reads a file"
-            )
-
-
-def _config(file: str) -> str:
-    """A configuration file as a path that is there: below the current folder, else below the project."""
-    for path in (Path(file), ROOT / file):
-        if path.is_file():
-            return str(path.resolve())
-    return file  # src.cli's message names what is there
+def _inside(config: str, plan: snapshot.Plan | None, code: Path) -> str:
+    """A configuration file's name for the job, which runs in `code`."""
+    if plan:
+        inside = {path.resolve(): name for name, path in plan.files.items()}
+        return inside.get(Path(config), config)
+    return str(Path(config).relative_to(code)) if Path(config).is_relative_to(code) else config
 
 
 def _time(text: str | None) -> datetime.timedelta | None:
@@ -174,15 +166,21 @@ def find_run_root(cluster: Cluster) -> Path:
     given = os.environ.get("RUN_ROOT")
     root = Path(given).expanduser() if given else scratch / "runs" / ROOT.name if scratch else ROOT / "runs"
     root = Path(os.path.abspath(root))
-    if "%" in str(root) or not str(root).isprintable():
+    if set(str(root)) & {"%", "\\"} or not str(root).isprintable():
         raise LaunchError(
-            f"the run root {str(root)!r} has a % or a control character in it, which Slurm takes for its own"
+            f"the run root {str(root)!r} has a %, a \\ or a control character in it, which Slurm takes for its own"
         )
     return root
 
 
+def new_name(experiment: str) -> str:
+    """A run's name that no other submission gets, also not one of the same second."""
+    readable = re.sub(r"[^\w.+=@-]+", "-", experiment)[:60].strip("-._") or "run"
+    return f"{readable}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:4]}"
+
+
 def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[^\W_][\w.+=@-]{0,150}", name):
+    if not re.fullmatch(r"[^\W_][\w.+=@-]*", name) or len(name.encode()) > 150:
         raise LaunchError(
             f"--name {name!r}: use up to 150 letters, digits and . _ - + = @, beginning with a letter or digit"
         )
@@ -249,19 +247,12 @@ def _command(
     cluster: Cluster,
     shape: Shape,
     configs: Sequence[str],
-    plan: snapshot.Plan | None,
     run: str,
     more: Sequence[str],
 ) -> list[str]:
     """Arguments of `python -m src.cli`. Nodes and devices stand last, so that they are what Slurm was asked for."""
-    inside = {path.resolve(): name for name, path in plan.files.items()} if plan else {}
-    files = [part for file in configs for part in ("--config", inside.get(Path(file), _below(file)))]
+    files = [part for file in configs for part in ("--config", file)]
     counts = {"trainer.num_nodes": shape.nodes, "trainer.devices": shape.gpus_per_node}
     fixed = [part for name, count in counts.items() for part in (f"--{name}", str(count))]
     accelerator = [] if given(training, "trainer.accelerator") else ["--trainer.accelerator", cluster.accelerator]
     return [training.subcommand, *files, *training.overrides, *more, "--run", run, *accelerator, *fixed]
-
-
-def _below(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

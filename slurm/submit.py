@@ -12,7 +12,8 @@ What stands behind `--` goes to `python -m src.cli fit`. The job runs the code a
 import argparse
 import dataclasses
 import difflib
-import shlex
+import io
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -50,9 +51,7 @@ class _Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(name, options, n=1)
         if near:
             raise LaunchError(f"{name} is no option of submit.py (did you mean {near[0]}?)")
-        raise LaunchError(
-            f"{name} is no option of submit.py; options of training belong behind --: -- {shlex.join(unknown)}"
-        )
+        raise LaunchError(f"{name} is no option of submit.py; options of training belong behind --: -- {name} …")
 
 
 def parser() -> _Parser:
@@ -98,6 +97,9 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise LaunchError(f"--{name.replace('_', '-')} {value}: a whole number from 1 up")
+    for name, value in vars(options).items():  # as of a shell variable that is not set
+        if value == "" or (isinstance(value, list) and "" in value):
+            raise LaunchError(f"--{name.replace('_', '-')} is empty: give a value, or leave it out")
     if options.race and (options.nodes or options.gpus_per_node or options.grid):
         raise LaunchError("--race brings its own shapes and one run: leave out --nodes, --gpus-per-node and --grid")
     return options, argv[cut + 1 :]
@@ -110,23 +112,33 @@ def misplaced(overrides: Sequence[str]) -> list[str]:
     return [
         f"{name} stands behind --, where it goes to src.cli: as an option of submit.py it belongs before --"
         for name in names
-        if name in ours - {"--config", "-h", "--help"}
+        if name in ours - {"-h", "--help"}
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: submitted, or shown; 2: refused, in one line."""
+    """Exit code 0: submitted, or shown; 2: refused, in one line; 130: Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no ×
     try:
         options, overrides = read_options(argv)
         foreign = sbatch.scrub()
         submission = prepare(options, overrides, argv)
-        notes = [f"{len(foreign)} variables of a surrounding job are not handed on"] if foreign else []
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        notes = [f"not handed on, as a surrounding job sets such: {', '.join(foreign[:3])}{more}"] if foreign else []
         warnings = [*misplaced(overrides), *submission.warnings, *notes]
         return _go(dataclasses.replace(submission, warnings=tuple(warnings)), options)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of `submit.py --dry-run | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted; whether a job was submitted: python slurm/jobs.py list", file=sys.stderr)
+        return 130
 
 
 def _go(submission: Submission, options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slurm import plan
 from src.errors import EXIT_HUNG
 from src.lock import InUseError
 from tests.launching import ROOT, SITE, make_project
@@ -105,6 +106,16 @@ def test_it_says_what_it_will_use(submit: Submit, arguments: list[str], said: st
         (["--race", "1x4,4x1", "--nodes", "2"], ["--race brings its own shapes"]),
         (["--grid", "a"], ["name=value"]),
         (["--grid", "a=1,1"], ["same value twice"]),
+        (["--grid", ""], ["--grid is empty"]),
+        (["--name", ""], ["--name is empty"]),
+        (["--include", ""], ["--include is empty"]),
+        (["--name", "é" * 100], ["letters"]),
+        (["--name", "a", "--", "--run", "b"], ["--name a and --run b contradict"]),
+        (["--", "--run", "a", "--run=b"], ["--run a and --run b contradict"]),
+        (["--", "--config", "configs/a100_n2_gpu2.yaml"], ["--config belongs before `--`"]),
+        (["--grid", "logger.api_key=abc,abd"], ["--logger.api_key", "environment"]),
+        (["--", "--url=https://ghp_abc@host/x"], ["--url holds"]),
+        (["--", "--logger", "{api_key: abc}"], ["--logger holds"]),
         (["--include", "nowhere"], ["nowhere"]),
         (["--", "--logger.api_key", "abc"], ["--logger.api_key", "environment"]),
         (["--", "--url=https://me:pass@host/x"], ["--url holds", "environment"]),
@@ -119,8 +130,16 @@ def test_what_cannot_be_is_one_line(submit: Submit, arguments: list[str], named:
 
 def test_a_secret_is_not_repeated(submit: Submit) -> None:
     """What looks like a credential is refused without being printed."""
-    for arguments in (["--x.api_key", "hunter22"], ["--x.token=hunter22"], ["--url=https://me:hunter22@host"]):
-        done = submit("--", *arguments)
+    for arguments in (
+        ["--", "--x.api_key", "hunter22"],
+        ["--", "--x.token=hunter22"],
+        ["--", "--url=https://me:hunter22@host"],
+        ["--", "--url", "https://hunter22@host"],
+        ["--", "--x", "{api_key: hunter22}"],
+        ["--grid", "x.api_key=hunter22,y"],
+        ["--x.api_key", "hunter22"],
+    ):
+        done = submit(*arguments)
         assert "hunter22" not in done.stdout + done.stderr
         assert done.returncode == 2
 
@@ -213,7 +232,9 @@ def test_bf16_on_an_old_card_is_warned_about(submit: Submit, project: Path) -> N
 def test_a_surrounding_jobs_variables_are_not_handed_on(submit: Submit) -> None:
     """Submitted from inside a job, sbatch and the new job see nothing of it, but SLURM_CONF."""
     done = submit("--dry-run", SLURM_JOB_ID="7", SLURM_NTASKS="3", SLURM_CONF="/x", MASTER_ADDR="n1")
-    assert "warning: 3 variables of a surrounding job are not handed on" in done.stderr
+    assert (
+        "warning: not handed on, as a surrounding job sets such: SLURM_JOB_ID, SLURM_NTASKS, MASTER_ADDR" in done.stderr
+    )
 
 
 def test_a_finished_run_is_not_submitted(submit: Submit, tmp_path: Path) -> None:
@@ -223,6 +244,23 @@ def test_a_finished_run_is_not_submitted(submit: Submit, tmp_path: Path) -> None
     done = submit("--name", "gpt")
     assert done.returncode == 0
     assert "run gpt is finished: nothing to submit" in done.stdout
+
+
+def test_a_finished_run_is_evaluated(submit: Submit, tmp_path: Path) -> None:
+    """Only training has nothing to do there; the job is told so."""
+    (tmp_path / "runs/gpt").mkdir(parents=True)
+    (tmp_path / "runs/gpt/DONE").touch()
+    done = submit("--name", "gpt", "--dry-run", "--", "validate")
+    assert "slurm.job --tasks 4 --evaluate" in done.stdout
+    assert "gpt: python -m src.cli validate --run gpt" in done.stdout
+
+
+def test_runs_of_one_second_have_names_of_their_own(submit: Submit, tmp_path: Path) -> None:
+    """Without --name a run is called after its configuration, whatever that file is called."""
+    (tmp_path / "my first %.yaml").write_text("global_batch_size: 128\n")
+    shown = submit("--dry-run", "--config", "my first %.yaml")
+    assert "run: my-first-2" in shown.stdout, shown.stderr
+    assert plan.new_name("gpt") != plan.new_name("gpt")
 
 
 def test_a_grid_is_one_array_of_runs(submit: Submit) -> None:

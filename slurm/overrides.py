@@ -1,0 +1,73 @@
+"""What stands behind `--`, and what a grid adds to it: options of `src.cli` that the launcher has to look at."""
+
+import re
+from collections.abc import Sequence
+
+from slurm import syntax
+from slurm.errors import LaunchError
+
+# An option whose value may be a secret; a number (model.mask_token 5) is none.
+SECRET_OPTION = re.compile(r"(api_?key|_key|token|secret|password|passwd)$", re.IGNORECASE)
+# The same inside of a dictionary, and a user without password in a URL: https://ghp_…@github.com.
+SECRET_INSIDE = re.compile(r"""(api_?key|secret|password|passwd)["']?\s*:\s*[^\s}$]|://[^/\s@]+@""", re.IGNORECASE)
+
+
+def take_run(overrides: Sequence[str], name: str | None) -> tuple[list[str], str | None, list[str]]:
+    """`--run NAME` is --name: the launcher has to know the run's folder.
+
+    Returns:
+        The other overrides, the run's name, and warnings.
+
+    Raises:
+        LaunchError: another run is named already.
+
+    """
+    rest: list[str] = []
+    found: list[str] = []
+    parts = iter(overrides)
+    for part in parts:
+        if part == "--run":
+            found.append(next(parts, ""))
+        elif part.startswith("--run="):
+            found.append(part.removeprefix("--run="))
+        else:
+            rest.append(part)
+    names = {*found, *([name] if name is not None else [])}
+    if len(names) > 1:
+        given = [f"--name {name}"] if name is not None else []
+        said = " and ".join([*given, *(f"--run {run}" for run in found)])
+        raise LaunchError(f"{said} contradict each other: leave all but one of them out")
+    return rest, next(iter(names), None), [f"--run {run} is taken as --name {run}" for run in found[:1]]
+
+
+def refuse_config(overrides: Sequence[str]) -> None:
+    """A --config that only src.cli sees would neither travel nor say how many nodes there are.
+
+    Raises:
+        LaunchError: there is one.
+
+    """
+    for part in overrides:
+        if part.partition("=")[0] in ("--config", "-c"):
+            raise LaunchError("--config belongs before `--`: submit.py takes the file along and reads nodes from it")
+
+
+def refuse_secrets(overrides: Sequence[str]) -> None:
+    """Overrides stand in scripts, logs and records.
+
+    Raises:
+        LaunchError: one looks like a key, token or password; it is not repeated.
+
+    """
+    for index, part in enumerate(overrides):
+        name, equals, value = part.partition("=")
+        value = value if equals else overrides[index + 1] if index + 1 < len(overrides) else ""
+        is_number = re.fullmatch(r"[-+.\deE]*", value) is not None
+        is_secret = name.startswith("--") and SECRET_OPTION.search(name) and not is_number
+        if is_secret or syntax.SECRET.search(part) or SECRET_INSIDE.search(part):
+            what = name if name.startswith("--") else overrides[index - 1] if index else "what stands behind --"
+            raise LaunchError(
+                f"{what.split('=')[0]} holds a key, token or password, which would stand in scripts and logs: let the "
+                "environment hold it (the job gets yours), or a line of `setup` that reads a file; a word that is no "
+                "secret can stand in a --config file"
+            )
