@@ -17,6 +17,7 @@ from slurm.describe import summary
 from slurm.errors import LaunchError
 from slurm.included import OUTSIDE
 from slurm.overrides import refuse_config, refuse_secrets, take_run
+from slurm.record import refuse_other_points
 from slurm.render import Job
 from slurm.training import Shape, Training, choose_shape, given, read_training
 
@@ -71,6 +72,7 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
     ]
     points = grid.points(options.grid, name) if options.grid else []
     refuse_secrets([part for point in points for part in point.overrides])
+    refuse_other_points(run_root, points)
     if options.points:
         chosen = {int(index) for index in options.points.split(",")}
         points = [point for index, point in enumerate(points) if index in chosen]

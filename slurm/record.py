@@ -13,7 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from slurm.render import Job, plain_command
 from slurm.shared_root import make_folder, refuse_shared
 
 if TYPE_CHECKING:
+    from slurm.grid import Point
     from slurm.plan import Submission
 
 # Without these keys a record says nothing.
@@ -72,14 +73,17 @@ def submit_all(submission: "Submission", *, check: bool) -> int:
         raise refused[0]
     for refusal in refused:
         print(f"warning: {refusal}; what was submitted stays in the queue", file=sys.stderr)
-    jobs = "python slurm/jobs.py"
-    print(f"watch: {jobs} list; {jobs} logs {first.name} -f; {jobs} cancel {first.name}")
-    # Bound to localhost: on a login node everybody could read along otherwise.
-    name = socket.getfqdn() if "." in socket.getfqdn() else socket.gethostname()
-    here, folder = f"{getpass.getuser()}@{name}", shlex.quote(str(first.run_root))
-    print(f"curves: tensorboard --host localhost --port 6006 --logdir {folder}")
-    print(f"        and, where you sit: ssh -N -L 6006:localhost:6006 {here}")
+    _say_how_to_watch(first)
     return 0
+
+
+def _say_how_to_watch(job: Job) -> None:
+    """What to paste next. TensorBoard is bound to localhost: on a login node everybody could read along otherwise."""
+    jobs = "python slurm/jobs.py"
+    print(f"watch: {jobs} list; {jobs} logs {job.runs[0]} -f; {jobs} cancel {job.name}")
+    name = socket.getfqdn() if "." in socket.getfqdn() else socket.gethostname()
+    print(f"curves: tensorboard --host localhost --port 6006 --logdir {shlex.quote(str(job.run_root))}")
+    print(f"        and, where you sit: ssh -N -L 6006:localhost:6006 {getpass.getuser()}@{name}")
 
 
 def _check(job: Job) -> None:
@@ -88,6 +92,7 @@ def _check(job: Job) -> None:
     Nor may a file that was left out of the snapshot.
     """
     arguments = [*job.commands[0], "--print_config"]
+    print("check: src.cli reads the settings", flush=True)  # that takes seconds, on a network file system many
     own = {"PYTHONPATH": str(job.code), "PYTHONDONTWRITEBYTECODE": "1", "RUN_ROOT": str(job.run_root)}
     done = subprocess.run(
         [job.python, "-m", "src.cli", *arguments],
@@ -116,6 +121,21 @@ def _refuse_second(job: Job) -> None:
                 f"run {job.name} has job {record['job']} already: python slurm/jobs.py cancel {record['name']} ends "
                 "it, another --name starts another run"
             )
+
+
+def refuse_other_points(run_root: Path, points: Sequence["Point"]) -> None:
+    """A run of a grid keeps its settings, also where another grid of that name has other combinations.
+
+    Raises:
+        LaunchError: one was submitted with others.
+
+    """
+    wanted = {point.run: point for point in points}
+    for record in all_records(run_root) if points else ():
+        for run, settings in zip(record["runs"], record["points"], strict=False):
+            if run in wanted and settings != dict(wanted[run].settings):
+                said = " ".join(f"{name}={value}" for name, value in settings.items())
+                raise LaunchError(f"run {run} was submitted with {said}, not {wanted[run]}: give another --name")
 
 
 def all_records(run_root: Path) -> Iterator[dict[str, Any]]:

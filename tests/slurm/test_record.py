@@ -89,6 +89,18 @@ def test_a_grids_run_is_not_submitted_beside_its_grid(submit: Submit, tmp_path: 
     assert "run g-1 has job 70 already: python slurm/jobs.py cancel g ends it" in submit("--name", "g-1").stderr
 
 
+def test_a_grid_of_the_same_name_and_other_values_is_refused(submit: Submit, tmp_path: Path) -> None:
+    """Its runs would go on under settings that are not theirs, or count as finished."""
+    assert "logs g-0 -f; " in submit("--name", "g", "--grid", "model.lr=1,2").stdout
+    for run in ("g-0", "g-1"):
+        (tmp_path / "runs" / run).mkdir()
+        (tmp_path / "runs" / run / "DONE").touch()
+    assert "run g-1 was submitted with model.lr=2, not model.lr=3: give another --name" in (
+        submit("--name", "g", "--grid", "model.lr=1,3").stderr
+    )
+    assert "finished: nothing to submit" in submit("--name", "g", "--grid", "model.lr=1,2").stdout
+
+
 def test_a_queue_that_does_not_answer_is_no_empty_one(submit: Submit, programs: Path) -> None:
     """Whether the run has a job cannot be said, so nothing is submitted."""
     submit("--name", "gpt")
