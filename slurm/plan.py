@@ -150,8 +150,7 @@ def _config(file: str, code: Path | None) -> str:
 def _inside(config: str, plan: snapshot.Plan | None, code: Path) -> str:
     """A configuration file's name for the job, which runs in `code`."""
     if plan:
-        inside = {path.resolve(): name for name, path in plan.files.items()}
-        return inside.get(Path(config), config)
+        return next((name for name, path in plan.files.items() if path == Path(config)), config)
     return str(Path(config).relative_to(code)) if Path(config).is_relative_to(code) else config
 
 
@@ -232,7 +231,7 @@ def _snapshot(options: argparse.Namespace, configs: Sequence[str], warnings: lis
     include = [Path(path) if Path(path).exists() else ROOT / path for path in options.include]
     try:
         plan = snapshot.plan(ROOT, include)
-        there = {path.resolve() for path in plan.files.values()}
+        there = set(plan.files.values())
         if more := [Path(config) for config in configs if Path(config) not in there and Path(config).is_file()]:
             plan = snapshot.plan(ROOT, [*include, *more])
     except LaunchError as error:

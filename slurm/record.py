@@ -72,7 +72,7 @@ def submit_all(submission: "Submission", *, check: bool) -> int:
     if not submitted:
         raise refused[0]
     for refusal in refused:
-        print(f"warning: {refusal}; what was submitted stays in the queue", file=sys.stderr)
+        print(f"warning: {refusal}; the other shape stays in the queue", file=sys.stderr)
     _say_how_to_watch(first)
     return 0
 

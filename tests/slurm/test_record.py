@@ -75,6 +75,14 @@ def test_what_was_submitted_and_never_recorded_is_not_submitted_again(
     assert "gpt  71   RUNNING" in submit("list", script="jobs.py").stdout
 
 
+def test_ctrl_c_says_where_to_look(submit: Submit, programs: Path) -> None:
+    """sbatch goes on by itself; no traceback."""
+    program(programs, "sbatch", "kill -INT $(ps -o ppid= -p $PPID); sleep 1")
+    done = submit("--name", "gpt")
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "interrupted; whether a job was submitted: python slurm/jobs.py list"
+
+
 def test_a_running_task_of_an_array_keeps_its_run(submit: Submit, programs: Path, tmp_path: Path) -> None:
     """Slurm gives every task a number of its own: what counts is the array's."""
     program(programs, "squeue", 'case "$*" in *%F*) echo "70 x.0";; *) echo "71 RUNNING";; esac')
