@@ -229,7 +229,7 @@ def _larger_is_better(found: Sequence[State]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: done; 2: refused, in one line."""
-    parser = submit._Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = submit.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("nodes")
     for name in ("list", "logs", "gpu", "cancel", "resume", "report"):

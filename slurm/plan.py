@@ -46,8 +46,6 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
         LaunchError: what was asked for cannot be, in one line.
 
     """
-    from src.vanishing import vanishes
-
     cluster = _cluster(options)
     overrides, name, warnings = take_run(overrides, options.name)
     refuse_config(overrides)
@@ -56,54 +54,40 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
         raise LaunchError(CODE_IS_GONE.format(code=options.code))
     configs = [_config(file, options.code) for file in options.config]
     training = read_training(configs, overrides)
-    time = _time(options.time) or cluster.time
     run_root = find_run_root(cluster)
     name = new_name(training.experiment) if name is None else name
     _check_name(name)
     shapes, notes = _shapes(options, training, cluster)
-    if cluster.name != "local" and (why := vanishes(run_root)):
-        warnings.append(f"the run root {run_root} is {why}: set RUN_ROOT or scratch: to a folder that all nodes share")
-    warnings += [
-        *cluster.warnings,
-        *notes,
-        *_relative_paths(training),
-        *_accelerator(training, cluster),
-        *_precision(training, cluster),
-    ]
-    points = grid.points(options.grid, name) if options.grid else []
-    refuse_secrets([part for point in points for part in point.overrides])
-    refuse_other_points(run_root, points)
-    if options.points:
-        chosen = {int(index) for index in options.points.split(",")}
-        points = [point for index, point in enumerate(points) if index in chosen]
+    warnings += [*cluster.warnings, *notes, *_doubts(training, cluster, run_root)]
+    points = _points(options, run_root, name)
     plan = None if options.no_snapshot or options.code else _snapshot(options, configs, warnings)
     code = options.code or (run_root / ".snapshots" / plan.digest if plan else ROOT)
-    names = [_inside(config, plan, code) for config in configs]
     race_name = uuid.uuid4().hex[:8] if options.race else ""
-    jobs = []
-    for index, shape in enumerate(shapes):
-        commands = [
-            _command(training, cluster, shape, names, run, more)
-            for run, more in ([(point.run, point.overrides) for point in points] or [(name, [])])
-        ]
-        token = race.token(race_name or uuid.uuid4().hex[:8], index)
-        jobs.append(
-            Job(
-                cluster=cluster,
-                shape=shape,
-                time=time,
-                name=name,
-                folder=run_root / name / "slurm",
-                run_root=run_root,
-                code=code,
-                commands=commands,
-                runs=[point.run for point in points] or [name],
-                parallel=options.parallel,
-                token=token,
-                race=race_name,
-            )
+    first = Job(
+        cluster=cluster,
+        shape=shapes[0],
+        time=_time(options.time) or cluster.time,
+        name=name,
+        folder=run_root / name / "slurm",
+        run_root=run_root,
+        code=code,
+        commands=[],
+        runs=[point.run for point in points] or [name],
+        parallel=options.parallel,
+        race=race_name,
+    )
+    names = [_inside(config, plan, code) for config in configs]
+    variants = [(point.run, point.overrides) for point in points] or [(name, [])]
+    jobs = [
+        dataclasses.replace(
+            first,
+            shape=shape,
+            commands=[_command(training, cluster, shape, names, run, more) for run, more in variants],
+            token=race.token(race_name or uuid.uuid4().hex[:8], index),
         )
-    finished = [run for run in jobs[0].runs if jobs[0].trains and (run_root / run / "DONE").exists()]
+        for index, shape in enumerate(shapes)
+    ]
+    finished = [run for run in first.runs if jobs[0].trains and (run_root / run / "DONE").exists()]
     warnings += [f"run {run} is finished and will not be trained again" for run in finished if points]
     return Submission(
         name=name,
@@ -112,10 +96,31 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
         points=tuple(points),
         summary=tuple(summary(jobs, training, plan, len(points))),
         warnings=tuple(warnings),
-        finished=len(finished) == len(jobs[0].runs),
+        finished=len(finished) == len(first.runs),
         trust=options.trust_run_root,
         argv=tuple(argv),
     )
+
+
+def _doubts(training: Training, cluster: Cluster, run_root: Path) -> list[str]:
+    """Warnings of what can be submitted and may not be meant."""
+    from src.vanishing import vanishes
+
+    found = [*_relative_paths(training), *_accelerator(training, cluster), *_precision(training, cluster)]
+    if cluster.name != "local" and (why := vanishes(run_root)):
+        found.append(f"the run root {run_root} is {why}: set RUN_ROOT or scratch: to a folder that all nodes share")
+    return found
+
+
+def _points(options: argparse.Namespace, run_root: Path, name: str) -> list[grid.Point]:
+    """The combinations of --grid; of those that jobs.py resume has chosen."""
+    points = grid.points(options.grid, name) if options.grid else []
+    refuse_secrets([part for point in points for part in point.overrides])
+    refuse_other_points(run_root, points)
+    if options.points:
+        chosen = {int(index) for index in options.points.split(",")}
+        points = [point for index, point in enumerate(points) if index in chosen]
+    return points
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:

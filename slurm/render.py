@@ -106,7 +106,6 @@ def environment(job: Job) -> dict[str, str]:
     cluster = job.cluster
     variables = {
         "RUN_ROOT": str(job.run_root),
-        "PYTHONPATH": str(job.code),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         # The other cores load data. Without it each rank starts a thread for every core of the node.
@@ -121,6 +120,8 @@ def before(job: Job) -> list[str]:
     """Lines of shell in front of srun."""
     lines = [*job.cluster.setup]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment(job).items()]
+    # In front of what the user's environment or a site's modules have in it.
+    lines.append(f'export PYTHONPATH={shlex.quote(str(job.code))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
     if job.cluster.accelerator == "gpu":  # less is lost to fragmentation; the user's own setting stays
         lines.append('export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"')
     lines += [f"cd {shlex.quote(str(job.code))} || exit", f"python={shlex.quote(job.python)}"]

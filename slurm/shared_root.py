@@ -11,7 +11,7 @@ from slurm.errors import LaunchError
 
 def make_private(folder: Path) -> None:
     """Make `folder`, which only its owner can enter, and the folders above it that are missing."""
-    make_folder(folder.parent)
+    _make_with_parents(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -23,12 +23,15 @@ def make_folder(folder: Path) -> None:
 
     """
     try:
-        for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
-            missing.mkdir(mode=0o755, exist_ok=True)
-        if not folder.is_dir():
-            raise LaunchError(f"{folder} is no folder: choose another one, such as by RUN_ROOT")
+        _make_with_parents(folder)
+        folder.mkdir(exist_ok=True)  # an error where it is a file
     except OSError as error:
         raise LaunchError(f"the folder {folder} cannot be made ({error.strerror}): set RUN_ROOT") from error
+
+
+def _make_with_parents(folder: Path) -> None:
+    for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
+        missing.mkdir(mode=0o755, exist_ok=True)
 
 
 def refuse_shared(folder: Path, top: Path | None = None) -> None:

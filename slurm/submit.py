@@ -31,10 +31,10 @@ from slurm.plan import Submission, prepare
 from slurm.record import submit_all
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """One line per error, with the option that was probably meant."""
 
-    def error(self, message: str) -> NoReturn:
+    def error(self, message: str) -> NoReturn:  # noqa: D102
         raise LaunchError(message)
 
     def refuse_unknown(self, unknown: Sequence[str]) -> None:
@@ -54,9 +54,9 @@ class _Parser(argparse.ArgumentParser):
         raise LaunchError(f"{name} is no option of submit.py; options of training belong behind --: -- {name} …")
 
 
-def parser() -> _Parser:
+def parser() -> Parser:
     """The options of this command."""
-    made = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    made = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     made.add_argument("--nodes", type=int, metavar="N", help="nodes; alone, each gives all its GPUs")
     made.add_argument("--gpus-per-node", type=int, metavar="G", help="GPUs of each node, one process on each")
     made.add_argument("--config", action="append", default=[], metavar="FILE", help="as for src.cli; may be repeated")

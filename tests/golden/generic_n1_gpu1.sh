@@ -16,11 +16,11 @@
 
 # setup
 export RUN_ROOT=/scratch/me/runs
-export PYTHONPATH=/scratch/me/runs/.snapshots/0123
 export PYTHONUNBUFFERED=1
 export PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=4
 export NCCL_DEBUG=WARN
+export PYTHONPATH=/scratch/me/runs/.snapshots/0123"${PYTHONPATH:+:$PYTHONPATH}"
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 cd /scratch/me/runs/.snapshots/0123 || exit
 python=/home/me/project/.venv/bin/python

@@ -15,10 +15,10 @@
 
 # setup
 export RUN_ROOT=/scratch/me/runs
-export PYTHONPATH=/scratch/me/runs/.snapshots/0123
 export PYTHONUNBUFFERED=1
 export PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=1
+export PYTHONPATH=/scratch/me/runs/.snapshots/0123"${PYTHONPATH:+:$PYTHONPATH}"
 cd /scratch/me/runs/.snapshots/0123 || exit
 python=/home/me/project/.venv/bin/python
 run=gpt arguments=(fit --config configs/tasks/language.yaml --run gpt --trainer.devices 1)
