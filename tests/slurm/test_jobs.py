@@ -66,6 +66,7 @@ def bin_folder(tmp_path: Path) -> Path:
     """Where Slurm's commands are; it starts with an empty queue and no accounting, and never is the machine's own."""
     queue(tmp_path / "bin")
     program(tmp_path / "bin", "sbatch", "echo 'no test of jobs.py submits' >&2; exit 1")
+    program(tmp_path / "bin", "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     program(tmp_path / "bin", "scancel", f'echo "$@" > {tmp_path}/cancelled')
     return tmp_path / "bin"
 

@@ -28,6 +28,8 @@ def programs(tmp_path: Path) -> Path:
     (tmp_path / "queue").touch()
     program(tmp_path / "bin", "sbatch", "echo 70")
     program(tmp_path / "bin", "squeue", f"cat {tmp_path}/queue")
+    for name in ("scancel", "sacct"):  # the machine's own would speak of other jobs
+        program(tmp_path / "bin", name, "exit 1")
     return tmp_path / "bin"
 
 
