@@ -19,6 +19,7 @@ from slurm.errors import LaunchError
 from slurm.record import adopt, all_records
 from slurm.syntax import format_time
 
+DOWN = "nodes are down or reserved: sinfo -R; another partition, or a --time that ends before"
 # Slurm's reason for a job that waits -> what that means and what to do.
 REASONS = {
     "Resources": "waits for nodes to be free; fewer GPUs, another GPU type or a shorter --time start sooner",
@@ -28,7 +29,8 @@ REASONS = {
     "JobHeldUser": "you hold it: scontrol release",
     "JobHeldAdmin": "the site holds it: ask its support",
     "launch failed requeued held": "could not be started on its node: scontrol release JOB, or --exclude that node",
-    "ReqNodeNotAvail": "nodes are down or reserved: sinfo -R; another partition, or a --time that ends before",
+    "ReqNodeNotAvail": DOWN,
+    "Nodes required for job are DOWN": DOWN,  # Slurm's older words for it
     "PartitionTimeLimit": "asks for more time than the partition gives: sinfo -o '%P %l'",
     "PartitionNodeLimit": "asks for more nodes than the partition has",
     "PartitionConfig": "asks for what the partition does not give",

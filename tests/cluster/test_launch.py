@@ -244,7 +244,7 @@ def test_a_node_that_is_down_is_explained(project: Project, closed: None) -> Non
     wait_for(lambda: field(job, "Reason") not in ("None", "Priority"), PATIENCE, "Slurm says why it waits")
     listed = project.command("jobs.py", "list").stdout
     assert re.search(rf"gpt +{job} +PENDING +\S+", listed), listed
-    assert re.search(r"^(Resources|ReqNodeNotAvail.*): .*nodes", listed, re.MULTILINE), listed
+    assert re.search(r"^(Resources|ReqNodeNotAvail.*|Nodes required.*): .*nodes", listed, re.MULTILINE), listed
     open_nodes()
     project.wait(job, "COMPLETED")
     assert len(project.seen("gpt")) == 4

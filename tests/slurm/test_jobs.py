@@ -112,6 +112,7 @@ def test_a_waiting_job_says_why_in_words(root: Path, bin_folder: Path, run_jobs:
         ("AssocGrpGRES", "limit of your account"),
         ("launch failed requeued held", "scontrol release"),
         ("JobHeldUser", "scontrol release"),
+        ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", "sinfo -R"),
         ("BeginTime", "two minutes"),
     ],
 )
