@@ -7,21 +7,20 @@ mine.yaml is yours alone (git ignores it). Starting with `base: NAME` it needs o
 `constraint: null` takes away what the base sets (single keys; of a table, name the entry).
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
 
 from slurm import nccl, syntax
-from slurm.errors import LaunchError
+from slurm.errors import LaunchError, Parser
 from slurm.layers import Key, Layer, dotted, read_layer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -254,14 +253,9 @@ def describe(cluster: Cluster) -> list[str]:
     return [f"{key:<{wide[0]}}  {value:<{min(wide[1], 48)}}  {source}".rstrip() for key, value, source in rows]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LaunchError(message)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print the site; 2 when something needed is missing or wrong."""
-    parser = _Parser(description="Show a Slurm site: what a job would ask for, and where each value comes from.")
+    parser = Parser(description="Show a Slurm site: what a job would ask for, and where each value comes from.")
     parser.add_argument("name", nargs="?", help="a file in configs/clusters, without .yaml")
     try:
         cluster = load_cluster(parser.parse_args(arguments).name)

@@ -26,7 +26,7 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
 
 from slurm import fallen, sbatch, submit
 from slurm.cluster import load_cluster
-from slurm.errors import LaunchError
+from slurm.errors import LaunchError, Parser
 from slurm.plan import find_run_root
 from slurm.states import State, hint, states
 
@@ -229,7 +229,7 @@ def _larger_is_better(found: Sequence[State]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: done; 2: refused, in one line."""
-    parser = submit.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("nodes")
     for name in ("list", "logs", "gpu", "cancel", "resume", "report"):

@@ -7,7 +7,6 @@ folder), but for a link at /etc/slurm/slurm.conf, by which sbatch finds it, and 
 away. Job numbers and logs stay. The settings are in slurm/local/.
 """
 
-import argparse
 import contextlib
 import os
 import re
@@ -17,13 +16,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
 
-from slurm.errors import LaunchError
+from slurm.errors import LaunchError, Parser
 from slurm.local import places, processes
 
 TEMPLATES = Path(__file__).resolve().parent / "local"
@@ -238,11 +236,6 @@ def _check_machine(install: bool) -> None:
         raise LaunchError(f"{', '.join(missing)} not found; on Debian or Ubuntu: {' '.join(INSTALL)}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LaunchError(message)
-
-
 def chosen_folder() -> Path:
     """$LOCAL_SLURM or the usual place."""
     folder = Path(os.environ.get("LOCAL_SLURM") or FOLDER)
@@ -266,7 +259,7 @@ def _say_up(cluster: LocalCluster, started: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what is asked; status is 0 when the cluster is up and 1 when it is not, bad input and failures are 2."""
-    parser = _Parser(description="A Slurm of four nodes with four pretended A100s each, on this machine.")
+    parser = Parser(description="A Slurm of four nodes with four pretended A100s each, on this machine.")
     parser.add_argument("command", choices=("up", "down", "status"))
     parser.add_argument("--install", action="store_true", help="let apt-get install what is missing")
     parser.add_argument("--private", action="store_true", help="leave /etc alone; only SLURM_CONF leads to it")

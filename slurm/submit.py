@@ -18,7 +18,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
@@ -26,32 +25,24 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
 
 from slurm import sbatch
 from slurm.describe import show
-from slurm.errors import LaunchError
+from slurm.errors import LaunchError, Parser
 from slurm.plan import Submission, prepare
 from slurm.record import submit_all
 
 
-class Parser(argparse.ArgumentParser):
-    """One line per error, with the option that was probably meant."""
+def refuse_unknown(unknown: Sequence[str], options: Sequence[str]) -> None:
+    """What is no option of this command.
 
-    def error(self, message: str) -> NoReturn:  # noqa: D102
-        raise LaunchError(message)
+    Raises:
+        LaunchError: names it, and the nearest option or the place behind `--`.
 
-    def refuse_unknown(self, unknown: Sequence[str]) -> None:
-        """What is no option of this command.
-
-        Raises:
-            LaunchError: names it, and the nearest option or the place behind `--`.
-
-        """
-        if not unknown:
-            return
-        name = unknown[0].split("=")[0]
-        options = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(name, options, n=1)
-        if near:
-            raise LaunchError(f"{name} is no option of submit.py (did you mean {near[0]}?)")
-        raise LaunchError(f"{name} is no option of submit.py; options of training belong behind --: -- {name} …")
+    """
+    if not unknown:
+        return
+    name = unknown[0].split("=")[0]
+    if near := difflib.get_close_matches(name, options, n=1):
+        raise LaunchError(f"{name} is no option of submit.py (did you mean {near[0]}?)")
+    raise LaunchError(f"{name} is no option of submit.py; options of training belong behind --: -- {name} …")
 
 
 def parser() -> Parser:
@@ -81,6 +72,10 @@ def parser() -> Parser:
     return made
 
 
+def _names(made: Parser) -> list[str]:
+    return [option for action in made._actions for option in action.option_strings]
+
+
 def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's options, and what stands behind `--`.
 
@@ -92,7 +87,7 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     cut = argv.index("--") if "--" in argv else len(argv)
     made = parser()
     options, unknown = made.parse_known_args(argv[:cut])
-    made.refuse_unknown(unknown)
+    refuse_unknown(unknown, _names(made))
     for name in ("nodes", "gpus_per_node", "parallel"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -107,7 +102,7 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def misplaced(overrides: Sequence[str]) -> list[str]:
     """Warnings of launcher options that stand behind `--`, where `src.cli` gets them."""
-    ours = {option for action in parser()._actions for option in action.option_strings}
+    ours = set(_names(parser()))
     names = [part.split("=")[0] for part in overrides]
     return [
         f"{name} stands behind --, where it goes to src.cli: as an option of submit.py it belongs before --"
