@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning import Trainer
 
+from src import exit_codes
 from src.errors import AgreedError, UserError
 from src.run import Run
 
@@ -44,7 +45,7 @@ def agree(trainer: Trainer, decide: Callable[[], Run]) -> Run:
             answer = {"refused": str(error), "exit_code": error.exit_code}
         except Exception as error:  # the others wait for an answer
             traceback.print_exc()
-            answer = {"refused": f"{type(error).__name__}: {error}", "exit_code": 1}
+            answer = {"refused": f"{type(error).__name__}: {error}", "exit_code": exit_codes.CRASHED}
     answer = strategy.broadcast(answer)
     if "refused" in answer:
         raise AgreedError(answer["refused"], answer["exit_code"])

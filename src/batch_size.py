@@ -24,10 +24,10 @@ from pathlib import Path
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
+from src import exit_codes
 from src.batch_plan import BatchPlan, divisors
 from src.cli import ProjectCLI
-from src.endings import EXIT_INTERRUPTED
-from src.errors import EXIT_OUT_OF_MEMORY, UserError
+from src.errors import UserError
 from src.files import read_json
 from src.hardware import process_environment, read_shape
 from src.preparation import prepare_yaml, quieten
@@ -123,7 +123,7 @@ def attempt(root: Path, arguments: list[str], micro_batch_size: int, steps: int)
         )
         log.seek(0)
         said = log.read()
-    if code == EXIT_OUT_OF_MEMORY:
+    if code == exit_codes.OUT_OF_MEMORY:
         return Trial(micro_batch_size, None, said=said[said.find("\nout of memory") + 1 :])
     if code:
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -166,7 +166,7 @@ def find(config: Namespace, arguments: list[str], options: argparse.Namespace) -
     good = [trial for trial in trials if _fits(trial, options)]
     if not good:
         print(f"error: not even a micro batch of {sizes[0]} fits\n{trials[0].said}".rstrip(), file=sys.stderr)
-        return EXIT_OUT_OF_MEMORY
+        return exit_codes.OUT_OF_MEMORY
     best = max(good, key=lambda trial: trial.speed)
     if (room := _room(best, options)) is None:
         print("note: no limit of memory is known on a CPU, so speed alone decides; --limit-gib sets one for a process")
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code if error.exit_code > 0 else 1
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return exit_codes.INTERRUPTED
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -66,7 +66,7 @@ OF_ONE_START = ("run", "allow_changed", "fresh")  # options that are no part of 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input; all: src/checkpoint/__init__.py).
+    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input; all: src/exit_codes.py).
 
     A hang ends the process from the watchdog's thread.
     """

@@ -1,4 +1,4 @@
-"""How a command ends: what it says then, and its exit code (all of them: src/checkpoint/__init__.py)."""
+"""How a command ends: what it says then, and its exit code (all of them: src/exit_codes.py)."""
 
 import os
 import pickle
@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from src.errors import EXIT_OUT_OF_MEMORY, AgreedError, TrippedError, UserError, from_settings, hint
+from src import exit_codes
+from src.errors import AgreedError, TrippedError, UserError, from_settings, hint
 from src.memory import is_out_of_memory
 from src.out_of_memory import explain as explain_memory
-
-EXIT_CRASH = 1
-EXIT_INTERRUPTED = 130  # Ctrl-C
 
 
 def run_to_its_end(cli: Any) -> int:
@@ -31,7 +29,7 @@ def run_to_its_end(cli: Any) -> int:
     except SystemExit as stop:
         # Lightning turns Ctrl-C into exit code 1, `Termination` SIGTERM into 143; any other is the user's own.
         interrupted = isinstance(stop.__context__, KeyboardInterrupt)
-        code = EXIT_INTERRUPTED if interrupted else _exit_code(stop)
+        code = exit_codes.INTERRUPTED if interrupted else _exit_code(stop)
         if cli.trainer.is_global_zero:
             print(f"interrupted at step {cli.trainer.global_step}; continue with: {cli.again}", file=sys.stderr)
         return code
@@ -46,7 +44,7 @@ def _exit_code(stop: SystemExit) -> int:
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or 0
     print(stop.code, file=sys.stderr)
-    return EXIT_CRASH
+    return exit_codes.CRASHED
 
 
 def crash(error: Exception) -> int:
@@ -54,7 +52,7 @@ def crash(error: Exception) -> int:
     if is_out_of_memory(error):
         traceback.print_exc()
         print("out of memory while the model and the data were built", file=sys.stderr)
-        return EXIT_OUT_OF_MEMORY
+        return exit_codes.OUT_OF_MEMORY
     if from_settings(error):
         return complain(UserError(str(error)))
     if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
@@ -72,7 +70,7 @@ def crash(error: Exception) -> int:
     traceback.print_exc()
     if advice := hint(error):
         print(f"hint: {advice}", file=sys.stderr)
-    return EXIT_CRASH
+    return exit_codes.CRASHED
 
 
 def complain(error: UserError) -> int:

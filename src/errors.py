@@ -3,15 +3,13 @@
 import traceback
 from pathlib import Path
 
-EXIT_TRIPPED = 70
-EXIT_OUT_OF_MEMORY = 71  # EX_OSERR: the system could not give what was asked for
-EXIT_HUNG = 74  # EX_IOERR: waited for something that did not come; another start may well get on
+from src import exit_codes
 
 
 class UserError(Exception):
     """Bad input or a machine that does not fit it. The text says what it got, what is allowed, what to do."""
 
-    exit_code = 2
+    exit_code = exit_codes.BAD_INPUT
 
 
 class AgreedError(UserError):
@@ -29,12 +27,11 @@ class Stopped(Exception):  # noqa: N818 no error
 class TrippedError(AgreedError):
     """Training stopped itself because its metrics say that it is broken.
 
-    Its exit code is its own (EX_SOFTWARE): nothing should restart such a run by itself, as a continued run is exact and
-    comes to the same.
+    Nothing should restart such a run by itself, as a continued run is exact and comes to the same.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, EXIT_TRIPPED)
+        super().__init__(message, exit_codes.TRIPPED)
 
 
 def from_settings(error: Exception) -> bool:

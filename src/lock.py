@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from src import exit_codes
 from src.errors import UserError
 
 LOOK_SECONDS = 1.0  # for how long a command that only looks at a run (`status`) may hold its lock
@@ -14,9 +15,9 @@ _locks: dict[Path, IO[str]] = {}  # open until `release` or the end of this proc
 
 
 class InUseError(UserError):
-    """Somebody trains this run right now. Later it may be free: the exit code is its own (EX_TEMPFAIL)."""
+    """Somebody trains this run right now. Later it may be free."""
 
-    exit_code = 75
+    exit_code = exit_codes.BUSY
 
 
 def hold(folder: Path) -> None:

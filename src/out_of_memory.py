@@ -10,8 +10,8 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from src import exit_codes
 from src.callbacks.out_of_memory import OutOfMemory, announced, say_it_is_said, wait_until_said
-from src.errors import EXIT_OUT_OF_MEMORY
 from src.hardware import local_cards
 from src.memory import Setup, Sharding, is_out_of_memory, report
 from src.precision import resolve_precision
@@ -39,13 +39,13 @@ def explain(
         lines = report(setup_of(trainer, model, here, settings), memory.usage, rank, again)
         print("\n".join(lines), file=sys.stderr, flush=True)
         say_it_is_said()
-        return EXIT_OUT_OF_MEMORY
+        return exit_codes.OUT_OF_MEMORY
     if first is None:
         return None
     what = "out of memory too" if is_out_of_memory(error) else "ends with it"
     print(f"rank {first} is out of memory; rank {rank} {what}", file=sys.stderr, flush=True)
     wait_until_said()
-    return EXIT_OUT_OF_MEMORY
+    return exit_codes.OUT_OF_MEMORY
 
 
 def setup_of(trainer: Trainer, model: LightningModule, here: Resolution, settings: Namespace) -> Setup:

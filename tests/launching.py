@@ -20,7 +20,10 @@ gpus:
 """
 TASK = "global_batch_size: 64\nmodel:\n  class_path: my.Module\ndata:\n  class_path: my.Data\n"
 # What the launcher takes from src/: nothing that knows PyTorch.
-LIGHT = ("__init__.py", "command_line.py", "errors.py", "batch_plan.py", "vanishing.py")
+LIGHT = tuple(
+    f"{name}.py"
+    for name in ("__init__", "command_line", "errors", "batch_plan", "vanishing", "exit_codes", "stopped", "files")
+)
 CLI = '''"""Stands in for training: each rank writes what it sees, and does what --act says."""
 
 import json

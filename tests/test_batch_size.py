@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from src import batch_size
+from src import batch_size, exit_codes
 from src.batch_plan import divisors
 from src.batch_size import FailedError, Settings, Trial, search
 from src.cli import ProjectCLI
-from src.errors import EXIT_OUT_OF_MEMORY
 from src.resolution import batch_options
 from tests.commands import BORING, CPU, TASK, TWO
 
@@ -142,7 +141,7 @@ def test_several_nodes_are_tried_on_one(finder: Finder, world: list[tuple[int, l
 def test_nothing_fits(finder: Finder, world: list[tuple[int, list[str]]]) -> None:
     """What the trial said of its memory is passed on, with its exit code."""
     code, _, error = finder(*CPU, *CRAMPED, "--global_batch_size", "64", "--smallest", "32")
-    assert code == EXIT_OUT_OF_MEMORY
+    assert code == exit_codes.OUT_OF_MEMORY
     assert error == "error: not even a micro batch of 32 fits\nout of memory: all is full\n"
 
 

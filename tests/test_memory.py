@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from src import exit_codes
 from src.callbacks.out_of_memory import OutOfMemory
 from src.cli import ProjectCLI, main
-from src.errors import EXIT_OUT_OF_MEMORY, UserError
+from src.errors import UserError
 from src.memory import GIB, Setup, Usage, advice, asked_for, is_on_host, is_out_of_memory, report, unusable
 from tests.commands import CPU, SMALL, TASK, TWO, fit, only_run, read_json, train
 from tests.small_task import SmallData, SmallModule
@@ -255,7 +256,7 @@ def test_every_advice_is_a_valid_option(paste: str) -> None:
 
 def test_a_run_without_memory_goes_on_with_the_advice(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An exit code of its own, the reason in the summary, the levers, and one of them lets the same run finish."""
-    assert main(["fit", *CPU, *CRAMPED, "--run", "mine"]) == EXIT_OUT_OF_MEMORY
+    assert main(["fit", *CPU, *CRAMPED, "--run", "mine"]) == exit_codes.OUT_OF_MEMORY
     said = capsys.readouterr().err
     assert "OutOfMemoryError: CUDA out of memory" in said
     assert "2.00 GiB more were asked for" in said
@@ -270,7 +271,7 @@ def test_an_evaluation_without_memory(run_root: Path, capsys: pytest.CaptureFixt
     """The same code, and nothing that only helps a backward pass."""
     fit(run_root, "mine", *SMALL)
     cramped = ["--model", "tests.crash.Cramped", "--model.command", "test", "--run", "mine"]
-    assert main(["test", *CPU, *SMALL, *cramped]) == EXIT_OUT_OF_MEMORY
+    assert main(["test", *CPU, *SMALL, *cramped]) == exit_codes.OUT_OF_MEMORY
     said = capsys.readouterr().err
     assert "  --micro_batch_size 4\n" in said
     assert "--activation_checkpointing" not in said
@@ -280,7 +281,7 @@ def test_one_rank_without_memory_is_the_reason_for_all(tmp_path: Path) -> None:
     """Rank 1 explains itself once; the command ends with its code, and rank 0's summary says whose fault it was."""
     sharded = ["--trainer.strategy", "fsdp_full_shard", "--global_batch_size", "16", "--model.rank", "1"]
     done = train(tmp_path, "fit", *TWO, *CRAMPED, *sharded, check=False)
-    assert done.returncode == EXIT_OUT_OF_MEMORY, done.stderr
+    assert done.returncode == exit_codes.OUT_OF_MEMORY, done.stderr
     assert done.stderr.count("what to turn") == 1
     assert "out of memory on rank 1 of 2: this machine has" in done.stderr
     assert "rank 1 is out of memory; rank 0 ends with it" in done.stderr

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 
+from src import exit_codes
 from src.checkpoint.ranks import NAME
 from src.checkpoint.write import WholeFiles
-from src.errors import EXIT_HUNG
 from src.hangs.dump import dump_collectives, dump_stacks, dumps
 from src.hangs.heartbeats import Beat, Heartbeats, Verdict, end_process, process_state, within
 from src.hangs.ranks_file import keep_ranks
@@ -286,4 +286,4 @@ class Watchdog(Callback):
         if kill is not None:
             kill(signal.SIGKILL)  # the ranks that this process has started
         within(LAST_WORDS, sys.stdout.flush)
-        os._exit(EXIT_HUNG)
+        os._exit(exit_codes.HUNG)

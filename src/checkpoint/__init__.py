@@ -14,9 +14,4 @@ Nothing in the last four is ever gone on from, and nothing there is ever deleted
 types that `torch.load(path, weights_only=True)` reads; under an fsdp strategy (`checkpoint.format`) its tensors are in
 `shards/`, `src.checkpoint.shards.load` reads it whole, and `export` makes one file of its weights. Where an average of
 the weights is kept (`src.callbacks.ema`), a file has it beside them, and evaluation and `export` take the average.
-
-What a start says to a shell or a scheduler: 0 done, 1 crashed, 2 bad input, 65 no checkpoint is whole or still there,
-70 stopped by the circuit breaker, 71 out of memory (on this rank or another), 74 hung and ended by the watchdog,
-75 somebody trains the run or the disk cannot be read right now, 130 Ctrl-C, 143 SIGTERM. Of
-these 2, 65 and 70 come again however often it is restarted, and 71 unless something else had taken the memory.
 """

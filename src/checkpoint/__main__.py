@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from src import exit_codes
 from src.checkpoint.compare import differences, outcome, states
 from src.checkpoint.entries import restart_from, run_folder, run_or_file
 from src.checkpoint.export import Wish, export
@@ -29,7 +30,6 @@ from src.run import newest_first
 from src.storage import run_root
 
 DIFFERENT = 1
-INTERRUPTED = 130  # Ctrl-C
 SHOWN = 40  # lines on what differs
 
 
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         return _complain(UserError(f"{error.filename} cannot be used ({error.strerror}): check its permissions"))
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return exit_codes.INTERRUPTED
 
 
 def _complain(error: UserError) -> int:

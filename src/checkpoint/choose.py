@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from src import exit_codes
 from src.checkpoint.files import fault, goes_on, kind_by_name, steps_inside, unreadable
 from src.checkpoint.put_aside import free_name
 from src.errors import UserError
@@ -18,15 +19,15 @@ WAIT_SECONDS = 1.0  # before a file is read again that the disk has refused
 
 
 class NoWholeCheckpointError(UserError):
-    """There are checkpoint files and not one is whole. No restart mends it: its exit code is its own (EX_DATAERR)."""
+    """There are checkpoint files and not one is whole. No restart mends it."""
 
-    exit_code = 65
+    exit_code = exit_codes.NO_CHECKPOINT
 
 
 class UnreadableError(NoWholeCheckpointError):
-    """Not one could be read, which may pass, as it does on file servers (EX_TEMPFAIL)."""
+    """Not one could be read, which may pass, as it does on file servers."""
 
-    exit_code = 75
+    exit_code = exit_codes.BUSY
 
 
 def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None:

@@ -10,7 +10,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from src.errors import EXIT_OUT_OF_MEMORY
+from src import exit_codes
 
 GRACE = 10  # seconds
 
@@ -39,7 +39,9 @@ class Observer(_ChildProcessObserver):
         code = self._child_processes[dead - 1].returncode
         print(f"warning: local rank {dead} has ended with exit code {code}; all end in {GRACE} s", flush=True)
         time.sleep(GRACE)
-        if code == EXIT_OUT_OF_MEMORY:  # a rank that hangs in a collective of the GPU cannot say why: this thread can
+        if (
+            code == exit_codes.OUT_OF_MEMORY
+        ):  # a rank that hangs in a collective of the GPU cannot: this thread can
             for child in self._child_processes:
                 child.kill()
             os._exit(code)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from src import exit_codes
 from src.callbacks.watchdog import Watchdog
 from src.cli import main
-from src.errors import EXIT_HUNG
 from src.hangs.dump import COLLECTIVES, dump_collectives, dumps, record_collectives
 from src.hangs.heartbeats import Beat, end_process, process_state
 from src.hangs.limit import WatchdogSettings, fit_timeouts
@@ -167,7 +167,7 @@ def test_one_process_with_a_stalled_loader_ends(tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == EXIT_HUNG
+    assert done.returncode == exit_codes.HUNG
     assert done.stderr.count("error:") == 1
     assert re.search(r"rank 0 on \S+ is in fetching a batch after step \d+, for \d+ s, at hangs.py", done.stderr)
     assert "__getitem__" in (tmp_path / "hung" / "hang-rank0.txt").read_text()

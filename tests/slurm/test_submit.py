@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from slurm import plan
-from src.errors import EXIT_HUNG
+from src import exit_codes
 from src.lock import InUseError
 from tests.launching import ROOT, SITE, make_project
 
@@ -323,7 +323,7 @@ def test_the_cloud_task_names_codes_that_another_start_can_mend() -> None:
     """docs/cloud.md's task is YAML; what it restarts is a hang, a busy run and a kill, never what comes again."""
     text = (ROOT / "docs/cloud.md").read_text()
     task = yaml.safe_load(text[text.index("```yaml") + 7 : text.rindex("```")])
-    again, killed = [EXIT_HUNG, InUseError.exit_code], 128 + signal.SIGKILL
+    again, killed = [exit_codes.HUNG, InUseError.exit_code], 128 + signal.SIGKILL
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [*again, 128 + signal.SIGTERM]
     loop = re.search(r"case \$\? in ([\d|]+)\)", text)
     assert loop is not None

@@ -1,0 +1,44 @@
+"""STOPPED, the file in a run directory that says: a signal came, the state is saved, the next start goes on.
+
+The job's batch script reads it. It names the start that wrote it: one that an earlier start has left means nothing.
+Without PyTorch, as the launcher reads it.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from src.files import read_json, write_text
+
+MARKER = "STOPPED"
+# Set by the batch script, which then reads the marker: ranks end with 0, as srun ends all others when one does not.
+READ_BY_SCRIPT = "STOPPED_IS_READ"
+LEAD = "STOP_LEAD_SECONDS"  # set by the batch script: between the signal and the end of the job
+
+
+def this_start(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Which start of which job runs here; no job outside of Slurm."""
+    job = environment.get("SLURM_JOB_ID")
+    return {"job": job, "start": int(environment.get("SLURM_RESTART_COUNT", 0)) if job else None}
+
+
+def mark(run: Path, step: int, signal: str) -> None:
+    """Say that the state of `step` is saved because of `signal`, such as SIGUSR2. Raises OSError."""
+    said = {"step": step, "signal": signal, "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")}
+    write_text(run / MARKER, json.dumps(said | this_start()) + "\n")
+
+
+def read(run: Path, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """What this start has left there; None where it has not stopped, or the marker is another one's."""
+    said, own = read_json(run / MARKER), this_start(environment)
+    return said if said and {name: said.get(name) for name in own} == own else None
+
+
+def rotate(run: Path) -> None:
+    """A start begins: what the one before has left is kept as STOPPED.previous, for people."""
+    with contextlib.suppress(FileNotFoundError):
+        (run / MARKER).replace(run / f"{MARKER}.previous")
