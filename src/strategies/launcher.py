@@ -39,9 +39,7 @@ class Observer(_ChildProcessObserver):
         code = self._child_processes[dead - 1].returncode
         print(f"warning: local rank {dead} has ended with exit code {code}; all end in {GRACE} s", flush=True)
         time.sleep(GRACE)
-        if (
-            code == exit_codes.OUT_OF_MEMORY
-        ):  # a rank that hangs in a collective of the GPU cannot: this thread can
+        if code == exit_codes.OUT_OF_MEMORY:  # a rank that hangs in a collective of the GPU cannot: this thread can
             for child in self._child_processes:
                 child.kill()
             os._exit(code)
