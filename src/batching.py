@@ -212,7 +212,8 @@ class GlobalBatchLoader:
                 "come again or be left out"
             )
             samples = 0 if samples == before else samples  # that epoch was over
-        self._resumed = state["epoch"]
+        self._resumed = self._done_in = state["epoch"]
+        self._done = math.ceil(samples / self.sampler.chunk)  # a state that is saved before the first batch is the same
         self.sampler.start = samples % self.sampler.size // self.sampler.chunk
 
 

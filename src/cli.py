@@ -12,6 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # what follows takes seconds, on a network's file system many: a signal is noted meanwhile
+    from src import signals
+
+    signals.listen()
+
 import torch
 import yaml
 from jsonargparse import ActionYesNo, ArgumentError, Namespace
@@ -21,6 +26,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from src import exit_codes, signals, stopped
 from src.agreement import agree
 from src.batching import in_micro_batches, stop_workers
 from src.callbacks.breaker_rules import BreakerSettings
@@ -31,9 +37,9 @@ from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.out_of_memory import OutOfMemory
 from src.callbacks.predictions import WritePredictions
+from src.callbacks.preemption import Preemption
 from src.callbacks.progress import Progress
 from src.callbacks.run_record import RunRecord
-from src.callbacks.termination import Termination
 from src.callbacks.throughput import Throughput
 from src.callbacks.watchdog import Watchdog
 from src.changes import ESSENTIAL
@@ -71,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     A hang ends the process from the watchdog's thread.
     """
     argv = sys.argv[1:] if argv is None else argv
+    signals.listen()
     quieten()
     prepare_environment()
     prepare_yaml()
@@ -81,13 +88,13 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         return crash(error)
     code = run_to_its_end(cli)
-    if code:
+    if code not in (exit_codes.DONE, exit_codes.STOPPED):
         cli.leave(code)
         return code
     if torch.distributed.is_initialized():
         # A group that is left to the interpreter's exit can abort a run that was perfect.
         torch.distributed.destroy_process_group()
-    return 0
+    return code
 
 
 class ProjectCLI(LightningCLI):
@@ -97,6 +104,7 @@ class ProjectCLI(LightningCLI):
         self.argv = argv
         self.again = "the same command"  # with --run, as soon as there is a run
         self.memory = OutOfMemory()
+        self.exit_code = exit_codes.DONE
         strict = {"exit_on_error": False, "allow_abbrev": False}
         super().__init__(
             args=with_defaults(argv),
@@ -251,6 +259,7 @@ class ProjectCLI(LightningCLI):
         arguments["weights_only"] = arguments["weights_only"] is not False or not arguments["ckpt_path"]
         try:
             if self.command == "fit" and self.settings.trainer.fast_dev_run:
+                self.trainer.callbacks.append(Preemption())  # type: ignore[attr-defined]
                 self.trainer.fit(**arguments)
             elif self.command == "fit":
                 self._fit(arguments)
@@ -259,6 +268,7 @@ class ProjectCLI(LightningCLI):
         finally:
             self.stop_workers()
             release()
+            signals.forget()
 
     def leave(self, code: int) -> None:
         """Where other ranks wait, leave at once: tearing down a process group that one rank has left can hang."""
@@ -310,7 +320,9 @@ class ProjectCLI(LightningCLI):
                 end = "stopped by max_time"
             record.write(self.trainer, end)
         except Stopped as stop:
-            end = f"stopped by {stop}"  # this start, not the run; it is recorded already
+            end = f"stopped by {stop}"  # this start, not the run
+            record.write(self.trainer, end)  # with the checkpoint of its end
+            self.exit_code = stopped.exit_code(str(stop), self.trainer.global_rank)
         if not self.trainer.is_global_zero:
             return
         again = "" if end == "finished" else f"; continue with: {self.again}"
@@ -331,8 +343,7 @@ class ProjectCLI(LightningCLI):
         # The record comes first: its checks must precede everything else, and it must see every exception. Saving comes
         # before the clock, which does not count it, and after the states that it saves. The breaker comes after what it
         # hears and before saving, so that the end of a broken run is not saved.
-        callbacks: list[Callback] = [*self._watch(run, record), record, Termination(), FreeGradients()]
-        callbacks += [loss, LossScale()]
+        callbacks: list[Callback] = [*self._watch(run, record), record, FreeGradients(), loss, LossScale()]
         folder = run.path / "checkpoints"
         rules = self.config_init[self.command].breaker
         breaker = CircuitBreaker(rules, self.again, folder if self.wants_checkpoints else None)
@@ -341,7 +352,10 @@ class ProjectCLI(LightningCLI):
         if self.wants_checkpoints:
             since = breaker.running_since
             newest = SaveNewest(folder, settings, {"loss": loss}, speed.restart_clock, self.time_limit, since)
-            callbacks += [newest, SaveBest(folder, settings, newest)]
+            preemption = Preemption(run, lambda: newest.first_save_seconds, saves=True)
+            callbacks += [preemption, newest, SaveBest(folder, settings, newest)]
+        else:
+            callbacks.append(Preemption())
         callbacks += [speed, *([Progress(loss, speed)] if self.wants_progress else [])]
         self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
         return record
@@ -369,7 +383,7 @@ class ProjectCLI(LightningCLI):
         self.again = continue_command(self.argv, run)
         if not any(isinstance(callback, EMA) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             self.trainer.callbacks += [EMA()]  # type: ignore[attr-defined]  # a file's average is what is evaluated
-        self.trainer.callbacks += [*self._watch(run), Termination()]  # type: ignore[attr-defined]
+        self.trainer.callbacks += [*self._watch(run), Preemption()]  # type: ignore[attr-defined]
         if self.command == "predict":
             arguments["return_predictions"] = False
             self.trainer.callbacks += [WritePredictions(run.path / "predictions.pt")]  # type: ignore[attr-defined]

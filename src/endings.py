@@ -27,7 +27,7 @@ def run_to_its_end(cli: Any) -> int:
     except UserError as error:
         return complain(error)
     except SystemExit as stop:
-        # Lightning turns Ctrl-C into exit code 1, `Termination` SIGTERM into 143; any other is the user's own.
+        # Lightning turns Ctrl-C into exit code 1, `signals` SIGTERM into 143; any other is the user's own.
         interrupted = isinstance(stop.__context__, KeyboardInterrupt)
         code = exit_codes.INTERRUPTED if interrupted else _exit_code(stop)
         if cli.trainer.is_global_zero:
@@ -36,7 +36,7 @@ def run_to_its_end(cli: Any) -> int:
     except Exception as error:
         facts = (cli.memory, cli.trainer, cli.model, cli.here, cli.settings, cli.again)
         return explain_memory(error, *facts) or crash(error)
-    return 0
+    return cli.exit_code
 
 
 def _exit_code(stop: SystemExit) -> int:

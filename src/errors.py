@@ -21,7 +21,10 @@ class AgreedError(UserError):
 
 
 class Stopped(Exception):  # noqa: N818 no error
-    """Training ends between two steps on purpose, with its state saved. Every rank raises it at the same step."""
+    """Training ends between two steps on purpose, with its state saved. Every rank raises it at the same step.
+
+    Its text is the reason: max_time, or a signal's name.
+    """
 
 
 class TrippedError(AgreedError):

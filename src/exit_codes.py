@@ -13,10 +13,10 @@
 | 85  | a signal asked it to stop: the state is saved, and STOPPED is in the run directory | goes on |
 | 130 | Ctrl-C | goes on from the newest checkpoint |
 | 137 | SIGKILL, by whomever | goes on from the newest checkpoint |
-| 143 | SIGTERM where there is nothing to save: in an evaluation, before the first step, without checkpoints | goes on |
+| 143 | SIGTERM where nothing is saved: an evaluation, a run without checkpoints (138, 140: SIGUSR1, 2) | begins anew |
 
-65 to 75 are those of sysexits.h whose meaning is nearest; 85 is Linux' ERESTART. A job of slurm/submit.py ends with them
-too, but goes on by itself where a signal has stopped it. Without PyTorch, as the launcher reads them.
+65 to 75 are those of sysexits.h whose meaning is nearest; 85 is Linux' ERESTART. Jobs of slurm/submit.py have them
+too, but go on by itself after a signal. Without PyTorch, as the launcher reads them.
 """
 
 DONE = 0

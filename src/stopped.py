@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from src import exit_codes
 from src.files import read_json, write_text
 
 MARKER = "STOPPED"
@@ -36,6 +37,16 @@ def read(run: Path, environment: Mapping[str, str] = os.environ) -> dict[str, An
     """What this start has left there; None where it has not stopped, or the marker is another one's."""
     said, own = read_json(run / MARKER), this_start(environment)
     return said if said and {name: said.get(name) for name in own} == own else None
+
+
+def exit_code(reason: str, rank: int) -> int:
+    """What a rank ends with that has stopped in order.
+
+    srun, torchrun and Lightning end all ranks when one does not end with 0: the others than rank 0 do, and rank 0 as
+    well where a batch script reads the marker.
+    """
+    saved = reason.startswith("SIG") and rank == 0 and READ_BY_SCRIPT not in os.environ
+    return exit_codes.STOPPED if saved else exit_codes.DONE
 
 
 def rotate(run: Path) -> None:

@@ -43,6 +43,8 @@ LAUNCHERS = (
     "ROLE_",
     "NODE_RANK",
     "LIGHTNING_RUN",
+    "STOP",
+    "ALLOCATED",
 )
 
 

@@ -8,14 +8,17 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
+from src import stopped
 from src.checkpoint.before_training import refuse_state, refuse_writers
 from src.checkpoint.boundary import as_boundary, at_step_boundaries, before_epoch, in_batches_of, resume_data
+from src.checkpoint.cut import PENDING, CutOff, Validations
 from src.checkpoint.files import bytes_of, fault, ours, step_in_name
 from src.checkpoint.rank_state import CallbackMetrics, EpochMetrics, Keeper, RandomNumbers
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
 from src.checkpoint.shards import sweep
 from src.checkpoint.write import IN_FRONT, WholeFiles, give_name
 from src.errors import Stopped
+from src.pace import Pace
 from src.ranks import gather_objects
 
 Best = tuple[Path, Callable[[], None]]
@@ -54,7 +57,8 @@ class SaveNewest(Callback):
         self._best: Best | None = None
         self._bad: int | None = None
         self._rounding: dict[str, Any] = {}
-        self._ended = self._checked = self._told = False
+        self._ended = self._checked = False
+        self.first_save_seconds: float | None = None  # of this start, from the copy to the disk
 
     # --- when ---
 
@@ -62,6 +66,10 @@ class SaveNewest(Callback):
         if stage == "fit":
             refuse_writers(trainer)
             at_step_boundaries(trainer, lambda: self._at_boundary(trainer))
+            self._validations = Validations(
+                self._own_states, lambda pace, count: self._signal(trainer, pace, count), lambda: self._restore(trainer)
+            )
+            self._validations.watch(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         resume_data(trainer)
@@ -71,6 +79,8 @@ class SaveNewest(Callback):
                 "steps; gradients that it keeps from one batch to the next are not saved"
             )
         self.schedule.begin(trainer)
+        if self._validations.pending:
+            self.schedule.step -= 1  # with that validation it becomes another state
         self._ended, self._rounding = False, rounding(trainer)
         own: dict[str, Keeper] = {
             "random": RandomNumbers(trainer.strategy.root_device),
@@ -87,11 +97,28 @@ class SaveNewest(Callback):
             refuse_state(trainer)
         due = self.schedule.due(trainer)
         if due or self._best:
-            self._save(trainer, due, last=self.schedule.over)
-        if self.schedule.over:
+            self._save(trainer, due, last=bool(self.schedule.stop))
+        if self.schedule.stop:
             # Here, and not by `should_stop`, which first validates and ends the epoch: rows that a run which is not
             # stopped does not have.
-            raise Stopped("max_time")
+            self._mark(trainer)
+            raise Stopped(self.schedule.stop)
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """A long validation does not outlast what the machine has left."""
+        self._validations.batch_begins(trainer)
+
+    def _signal(self, trainer: Trainer, pace: Pace, count: int) -> str | None:
+        self.schedule.ask(trainer, pace, count)
+        return None if self.schedule.stop == "max_time" else self.schedule.stop
+
+    def _mark(self, trainer: Trainer) -> None:
+        """Say to the batch script that the state is saved, where a signal asked for it."""
+        if trainer.is_global_zero and self.schedule.stop not in (None, "max_time"):
+            try:
+                stopped.mark(self.folder.parent, trainer.global_step, str(self.schedule.stop))
+            except OSError as error:
+                print(f"warning: {self.folder.parent / stopped.MARKER} cannot be written ({error})", flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._ended = True
@@ -102,7 +129,11 @@ class SaveNewest(Callback):
             trainer.strategy.checkpoint_io.wait()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """What has been copied still gets to the disk."""
+        """What has been copied still gets to the disk, and what a validation that was cut off came after."""
+        if isinstance(exception, CutOff):
+            if trainer.global_step > self.schedule.step:
+                self._save(trainer, due=True, last=True)
+            self._mark(trainer)
         if isinstance(trainer.strategy.checkpoint_io, WholeFiles):
             trainer.strategy.checkpoint_io.wait()
 
@@ -117,13 +148,17 @@ class SaveNewest(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What every rank alone knows. Collective, as saving is."""
-        states = gather_objects({name: keeper.rank_state() for name, keeper in self.keepers.items()})
-        return {"ranks": states, "rounding": self._rounding}
+        cut = self._validations.cut
+        return {"ranks": gather_objects(cut["ranks"] if cut else self._own_states()), "rounding": self._rounding}
+
+    def _own_states(self) -> dict[str, Any]:
+        return {name: keeper.rank_state() for name, keeper in self.keepers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         self._loaded = state["ranks"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: D102
+        self._validations.into(checkpoint)
         if self._ended:
             as_boundary(checkpoint, trainer)
         else:
@@ -136,6 +171,7 @@ class SaveNewest(Callback):
         """Lightning counts micro batches, of which a step may have had another number, and forgets `should_stop`."""
         # A callback may ask for the end before `min_steps`, and does not ask again.
         trainer.should_stop = trainer.should_stop or checkpoint.get("should_stop", False)
+        self._validations.pending = checkpoint.get(PENDING, False)
         before, now = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("rounding", {}), rounding(trainer)
         if trainer.is_global_zero and (changed := [name for name in before if before[name] != now.get(name)]):
             was = ", ".join(f"{name} {before[name]} (now {now.get(name)})" for name in changed)
@@ -211,9 +247,9 @@ class SaveNewest(Callback):
         sweep(self.folder, below=step)
 
     def _tell(self, path: Path, step: int, seconds: float, stalled: list[float]) -> None:
-        if self._told or self._ended or self.schedule.over:
+        if self.first_save_seconds is not None or self._ended or self.schedule.stop:
             return
-        self._told = True
+        self.first_save_seconds = seconds
         waited, hours = stalled[0] if stalled else seconds, self.settings.hours_between_interruptions
         best = max(best_interval(waited, hours * 3600), seconds)
         print(

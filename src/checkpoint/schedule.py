@@ -1,17 +1,17 @@
-"""When the newest state is saved: every N steps, every T minutes, at the end of an epoch; on all ranks alike."""
+"""When the newest state is saved: every N steps, every T minutes, at an epoch's end, at a signal; on all ranks."""
 
 import math
 import time
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from lightning import Trainer
 
+from src import signals
 from src.errors import UserError
+from src.pace import Pace
 
-AGREE_SECONDS = 5.0  # how often the ranks ask rank 0 for the time: a small broadcast, and a wait for the device
-MOST_AHEAD = 1000  # steps
+AGREE_SECONDS = 1.0  # how often the ranks ask each other
 
 
 @dataclass
@@ -67,7 +67,9 @@ class CheckpointSettings:
 
 
 class Schedule:
-    """Says when a save is due, and when this start has had its time. Rank 0's clock, which all learn every few seconds.
+    """Says when a save is due, and when this start must stop: it has had its time, or a signal has come to any rank.
+
+    The clock is rank 0's. All learn of it, and of signals, about once a second (`Pace`).
 
     Args:
         settings: when to save
@@ -80,41 +82,41 @@ class Schedule:
         self._every_epoch = settings.every_epoch
         self._between = math.inf if settings.every_n_minutes is None else settings.every_n_minutes * 60
         self._limit = math.inf if limit is None else limit
-        self.over = False
+        self._pace = Pace(min(AGREE_SECONDS, self._between / 10, self._limit / 10))
+        self.stop: str | None = None  # max_time, or the signal's name
 
     def begin(self, trainer: Trainer) -> None:
         """Training starts, with the state that it has."""
-        self._begun, self.over = time.monotonic(), False
+        self._begun, self.stop, self._seen = time.monotonic(), None, -1
         self.saved(trainer)
+        self._pace.begin(trainer.global_step)
 
     def saved(self, trainer: Trainer) -> None:
         """The state of now is on disk, or it is the one that training begins with."""
-        self.step, self._epoch = trainer.global_step, trainer.current_epoch
-        self._clock = self._asked = time.monotonic()
-        self._asked_at, self._ask_at, self._up = self.step, self.step + 1, False
+        self.step, self._epoch, self._up = trainer.global_step, trainer.current_epoch, False
+        self._clock = time.monotonic()
+        self._pace.begin(self.step, later=1)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether the state between two steps is to be saved. Collective at the steps that all have agreed on."""
         step = trainer.global_step
+        if step == self._seen:  # within a step, of which a batch may be a part only
+            return False
+        self._seen = step
+        if self._pace.due(trainer, step):
+            self.ask(trainer, self._pace, step)
         if step <= self.step:
             return False
-        if min(self._between, self._limit) < math.inf and step >= self._ask_at:
-            self._ask(trainer)
         new_epoch = self._every_epoch and trainer.current_epoch > self._epoch
-        return self._up or self.over or new_epoch or any(step // n > self.step // n for n in self._every)
+        return self._up or bool(self.stop) or new_epoch or any(step // n > self.step // n for n in self._every)
 
-    def _ask(self, trainer: Trainer) -> None:
-        step, now = trainer.global_step, time.monotonic()
-        per_step = (now - self._asked) / (step - self._asked_at)
-        ahead = int(min(AGREE_SECONDS, self._between / 10, self._limit / 10) / max(per_step, 1e-6))
-        up, over = now - self._clock >= self._between, now - self._begun >= self._limit
-        answer = torch.tensor([up, over, max(1, min(ahead, MOST_AHEAD))])
-        if trainer.world_size > 1:
-            answer = answer.to(trainer.strategy.root_device)
-            torch.distributed.broadcast(answer, 0)
-        up, over, ahead = answer.tolist()
-        self._up, self.over = bool(up), bool(over)
-        self._asked, self._asked_at, self._ask_at = now, step, step + int(ahead)
+    def ask(self, trainer: Trainer, pace: Pace, count: int) -> None:
+        """Learn what rank 0's clock says and what signals have come. Collective."""
+        now = time.monotonic()
+        clock = [int(now - self._clock >= self._between), int(now - self._begun >= self._limit)]
+        up, over, signal = pace.ask(trainer, count, [*(clock if trainer.is_global_zero else [0, 0]), signals.asked()])
+        self._up = bool(up)
+        self.stop = signals.name(signal) if signal else "max_time" if over else None
 
 
 def best_interval(cost: float, between: float) -> float:

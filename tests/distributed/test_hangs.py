@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from src.errors import EXIT_HUNG
+from src import exit_codes
 from src.hangs.heartbeats import process_state
 from tests.commands import ROOT, TORCHRUN, TWO, environment, fit, read_json, train
 from tests.distributed.test_two_processes import srun
@@ -72,7 +72,7 @@ def said(text: str) -> str:
 def test_a_rank_that_skips_a_collective_is_named(tmp_path: Path, way: str, line: str) -> None:
     """Both ranks end with a code of its own; the message says who is behind, in what, where, and where the other is."""
     code, text = hang(tmp_path, *SMALL_DATA, "--model.way", way)
-    assert code == EXIT_HUNG
+    assert code == exit_codes.HUNG
     fault, other, _ = said(text).splitlines()[:3]
     assert re.search(rf": rank 1 on \S+ is in training_step after step 3, for \d+ s, at {line}:\d+ \(\w+\)$", fault)
     assert re.search(r"^  rank 0 on \S+ is in backward after step 3, for \d+ s, at ", other)
@@ -89,7 +89,7 @@ def test_a_loader_that_stalls_is_named(tmp_path: Path) -> None:
     """The rank that waits for a batch is the one at fault, and its loader's process, which hangs, is gone too."""
     stalls = ["--data", "tests.hangs.StallingData", "--data.num_workers", "1", "--data.rank", "1"]
     code, text = hang(tmp_path, *stalls)
-    assert code == EXIT_HUNG
+    assert code == exit_codes.HUNG
     assert re.search(r": rank 1 on \S+ is in (fetching a batch|the start of an epoch) after step \d+", said(text))
 
 
@@ -100,7 +100,7 @@ def test_a_rank_that_stalls_in_an_evaluation_is_named(run_root: Path, command: s
     no_validation = ["--trainer.limit_val_batches", "0", "--trainer.max_steps", "1"]
     fit(run_root, "hung", *HANG, *SMALL_DATA, *way, *no_validation)
     code, text = hang(run_root, *SMALL_DATA, *way, subcommand=command)
-    assert code == EXIT_HUNG
+    assert code == exit_codes.HUNG
     fault, other, _ = said(text).splitlines()[:3]
     assert re.search(
         r": rank 1 on \S+ is in the step of an evaluation after step 0, for \d+ s, at hangs.py:\d+ ", fault
@@ -112,7 +112,7 @@ def test_a_rank_that_stalls_in_an_evaluation_is_named(run_root: Path, command: s
 def test_a_stopped_rank_is_reported(tmp_path: Path) -> None:
     """SIGSTOP to rank 1: the other says so, and no process is left behind, the stopped one neither."""
     code, text = hang(tmp_path, *SMALL_DATA, "--model.way", "stop")
-    assert code == EXIT_HUNG
+    assert code == exit_codes.HUNG
     assert re.search(
         r": rank 1 on \S+ gives no sign of life: .* after step \d+; its process \d+ is stopped \(SIGSTOP\)$",
         said(text).splitlines()[0],
@@ -131,7 +131,7 @@ def test_a_rank_that_died_is_reported(tmp_path: Path) -> None:
     """SIGKILL to rank 1 where no launcher looks: rank 0, which hangs in no collective with it, says who is gone."""
     processes = srun(tmp_path, 1, 2, "fit", *TWO, *HANG, *SMALL_DATA, "--model.way", "kill")
     outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [EXIT_HUNG, -signal.SIGKILL]
+    assert [process.returncode for process in processes] == [exit_codes.HUNG, -signal.SIGKILL]
     assert re.search(r": rank 1 on \S+ gives no sign of life: .*; its process \d+ is gone\n", said(outputs[0]))
     assert re.search(r"rank 0 on \S+ is in training_step after step 3", outputs[0])
 
@@ -168,7 +168,7 @@ def test_under_torchrun_all_end_as_well(tmp_path: Path) -> None:
     code, text = hang(tmp_path, *SMALL_DATA, "--model.way", "sleep", launcher=(*TORCHRUN, "--"))
     assert code == 1
     assert re.search(r": rank 1 on \S+ is in training_step after step 3", said(text))
-    assert re.search(rf"exitcode *: {EXIT_HUNG}", text)
+    assert re.search(rf"exitcode *: {exit_codes.HUNG}", text)
 
 
 def test_a_job_that_was_stopped_whole_goes_on(tmp_path: Path) -> None:

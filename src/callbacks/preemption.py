@@ -1,0 +1,91 @@
+"""Who wants a machine back sends a signal: training stops between two steps, saved, and the command leaves."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from torch.utils.data._utils import signal_handling
+
+from src import signals, stopped
+from src.run import Run
+
+# Between the signal and the end, where no batch script says: what clouds give at least, and Slurm's usual KillWait.
+LEAD = 30.0
+MEASURED = 3  # steps, after the first, which may compile
+
+
+class Preemption(Callback):
+    """Replaces Lightning's answer to signals, and says where a signal would come too late to save.
+
+    With more than one process Lightning broadcasts a flag and waits for it in *every* step, and broadcasts again inside
+    the signal handler, where ranks that were signalled at different moments wait for each other forever. In the end it
+    exits with 0, which a scheduler takes for success.
+
+    Args:
+        run: the run that is trained; None: an evaluation
+        save_seconds: what the first save of this start took; None so far
+        saves: whether a state is saved; else a signal ends the command at once
+
+    """
+
+    def __init__(
+        self, run: Run | None = None, save_seconds: Callable[[], float | None] = lambda: None, *, saves: bool = False
+    ) -> None:
+        self.run, self.save_seconds, self.saves = run, save_seconds, saves
+        self.lead = float(os.environ.get(stopped.LEAD, LEAD))
+        self._step_seconds: list[float] = []
+        self._step, self._clock, self._warned = -1, 0.0, False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: D102
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        spare_loaders()
+        signals.listen()
+        if not self.saves:
+            signals.leave_at_once()
+        elif self.run and trainer.is_global_zero:
+            stopped.rotate(self.run.path)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        signals.listen()  # a module may have set its own
+        self._step_seconds, self._step, self._clock = [], trainer.global_step, time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:  # noqa: D102
+        if trainer.global_step == self._step or self._warned or not self.saves or not trainer.is_global_zero:
+            return
+        now = time.monotonic()
+        if len(self._step_seconds) <= MEASURED:
+            self._step_seconds.append(now - self._clock)
+        self._step, self._clock = trainer.global_step, now
+        if len(self._step_seconds) > MEASURED:
+            self._compare(min(self._step_seconds[1:]), self.save_seconds())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        self._clock = time.monotonic()
+
+    def _compare(self, step: float, save: float | None) -> None:
+        if step + (save or 0) <= self.lead:
+            return
+        self._warned = True
+        saving = "" if save is None else f" and a save {save:.1f} s"
+        print(
+            f"warning: a step takes {step:.1f} s{saving}, more than the {self.lead:.0f} s from a signal to the end: "
+            "a stop loses what came after the last save before it; --checkpoint.every_n_minutes says how much",
+            flush=True,
+        )
+
+
+def spare_loaders() -> None:
+    """Let loaders' processes outlive the signals that a scheduler sends to every process of a job."""
+    set_theirs = getattr(
+        signal_handling._set_worker_signal_handlers, "theirs", signal_handling._set_worker_signal_handlers
+    )
+
+    def set_both() -> None:
+        set_theirs()
+        signals.only_from_parent()
+
+    set_both.theirs = set_theirs  # type: ignore[attr-defined]
+    signal_handling._set_worker_signal_handlers = set_both

@@ -1,0 +1,77 @@
+"""Signals that ask a training to stop: a handler that notes them and does nothing else.
+
+What may be done inside of a handler is next to nothing: it runs between any two instructions, on ranks that are
+signalled at different moments. Saving there meets half a step, and collectives there wait for each other for ever
+(stock Lightning under SIGTERM with steps of 5 ms: 0 of 10 ended well). The ranks look at it between two steps.
+"""
+
+import os
+import signal
+import threading
+from types import FrameType
+
+# Preemption and scancel; by hand; the batch script's --signal, some time before the limit.
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_noted = 0
+_leaves = False
+
+
+def listen() -> None:
+    """Take these signals; again whenever somebody else may have set a handler."""
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPS:
+            signal.signal(number, _note)
+
+
+def asked() -> int:
+    """The first of them that has come, 0 if none has."""
+    return _noted
+
+
+def leave_at_once() -> None:
+    """From here on there is nothing to save: a signal ends the command with 128 + its number."""
+    global _leaves
+    _leaves = True
+    if _noted:
+        _leave(_noted)
+
+
+def forget() -> None:
+    """What came is answered."""
+    global _noted, _leaves
+    _noted, _leaves = 0, False
+
+
+def name(number: int) -> str:
+    """SIGTERM."""
+    return signal.Signals(number).name
+
+
+def _note(number: int, _frame: FrameType | None) -> None:
+    global _noted
+    _noted = _noted or number
+    if _leaves:
+        _leave(number)
+
+
+def _leave(number: int) -> None:
+    for each in STOPS:
+        signal.signal(each, signal.SIG_IGN)  # a second one must not interrupt the summary
+    raise SystemExit(128 + number)
+
+
+def only_from_parent() -> None:
+    """In a process that another one has started and ends: heed SIGTERM from that one alone.
+
+    A scheduler signals every process of a job. A loader's process that went at once would take the training with it,
+    while that still saves. To be called in the main thread.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    while True:
+        info = signal.sigwaitinfo(STOPS)
+        if info.si_signo == signal.SIGTERM and info.si_pid == os.getppid():
+            os._exit(0)

@@ -1,0 +1,59 @@
+"""A signal in a validation: the state before it is saved, and the next start makes that validation."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from src import exit_codes, stopped
+from src.checkpoint.compare import differences, outcome
+from src.checkpoint.cut import PENDING
+from src.cli import main
+from tests.commands import CPU, SMALL, fit, read_json, rows
+
+# Six steps in an epoch, validated after each second one in four batches; two epochs and a piece.
+SIGNALLED = [
+    *(*SMALL, "--model", "tests.signalled.Signalled", "--model.dropout", "0.3", "--data.size", "48"),
+    *("--trainer.limit_val_batches", "4", "--trainer.max_steps", "14", "--trainer.log_every_n_steps", "2"),
+]
+WAYS = {
+    "plain": [],
+    "plateau": ["--model.plateau", "true"],
+    "averaged": ["--trainer.callbacks+", "src.callbacks.ema.EMA", "--trainer.callbacks.decay", "0.5"],
+    "accumulating": ["--micro_batch_size", "2"],
+}
+
+
+def signalled(folder: Path, *places: str) -> list[str]:
+    """The options of a module that is signalled at these places."""
+    return [*SIGNALLED, "--model.folder", str(folder), "--model.places", str(list(places))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_validation_that_was_cut_off_is_made_by_the_next_start(way: str, run_root: Path, tmp_path: Path) -> None:
+    """In the middle of an epoch, at its end and after the last step: weights and rows as if no signal had come."""
+    whole = outcome(fit(run_root, "whole", *signalled(tmp_path), *WAYS[way]))
+    command = ["fit", *CPU, *signalled(tmp_path, "validate 4 1", "validate 6 2", "validate 14 0"), *WAYS[way]]
+    for step in (4, 6, 14):
+        assert main([*command, "--run", "cut"]) == exit_codes.STOPPED
+        newest = sorted(run_root.glob("cut/checkpoints/step=*.ckpt"))[-1]
+        content = torch.load(newest, weights_only=True, map_location="cpu")
+        assert (content["global_step"], content[PENDING]) == (step, True)
+        assert rows(run_root / "cut")[-1]["val/own"] == ""
+    assert main([*command, "--run", "cut"]) == 0
+    assert list(differences(outcome(run_root / "cut"), whole)) == []
+
+
+def test_a_stopped_run_says_so(run_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stdout, in its summary, and in the marker that a batch script reads; the next start takes that away."""
+    command = ["fit", *CPU, *signalled(tmp_path, "fit 3 0"), "--run", "told"]
+    assert main(command) == exit_codes.STOPPED
+    assert "stopped by SIGTERM at step 4; continue with: python -m src.cli fit" in capsys.readouterr().out
+    said = stopped.read(run_root / "told")
+    assert said is not None
+    assert (said["step"], said["signal"]) == (4, "SIGTERM")
+    summary = read_json(run_root / "told/summary.json")
+    assert summary["exit_reason"] == "stopped by SIGTERM"
+    assert summary["last_checkpoint"].endswith("step=00000004.ckpt")
+    assert main(command) == 0
+    assert not (run_root / "told/STOPPED").exists()
