@@ -399,4 +399,6 @@ class ProjectCLI(LightningCLI):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    signals.ignore()
+    sys.exit(code)

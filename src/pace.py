@@ -45,9 +45,9 @@ class Pace:
 
     def ask(self, trainer: Trainer, count: int, values: list[int]) -> list[int]:
         """The largest values over all ranks. Collective: every rank is at this `count`."""
-        now = time.monotonic()
-        each = (now - self._clock) / max(1, count - self._from)
-        ahead = max(1, min(int(self.seconds / max(each, 1e-6)), MOST_AHEAD)) if trainer.is_global_zero else 0
+        now, done = time.monotonic(), count - self._from
+        each = max((now - self._clock) / done, 1e-6) if done else self.seconds  # nothing is known yet: soon again
+        ahead = max(1, min(int(self.seconds / each), MOST_AHEAD)) if trainer.is_global_zero else 0
         *values, ahead = largest([*values, ahead], trainer)
         self._clock, self._from, self.next = now, count, count + ahead
         return values

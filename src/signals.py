@@ -42,6 +42,12 @@ def forget() -> None:
     _noted, _leaves = 0, False
 
 
+def ignore() -> None:
+    """The command is over: a signal must not change how it ends. Python would restore the defaults while it leaves."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def name(number: int) -> str:
     """SIGTERM."""
     return signal.Signals(number).name
@@ -55,8 +61,7 @@ def _note(number: int, _frame: FrameType | None) -> None:
 
 
 def _leave(number: int) -> None:
-    for each in STOPS:
-        signal.signal(each, signal.SIG_IGN)  # a second one must not interrupt the summary
+    ignore()  # a second one must not interrupt the summary
     raise SystemExit(128 + number)
 
 

@@ -1,9 +1,12 @@
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from src import signals
 from tests.commands import LAUNCHERS, ROOT
 from tests.tiny import Rows
 
@@ -23,6 +26,16 @@ def _outside_of_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if (name.startswith(LAUNCHERS) and name != "SLURM_CONF") or name in ("RUN_ROOT", "PL_GLOBAL_SEED"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """What a command that runs in this process has set is undone."""
+    before = {number: signal.getsignal(number) for number in signals.STOPS}
+    yield
+    signals.forget()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

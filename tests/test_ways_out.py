@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from src import exit_codes
 from src.cli import main
 from tests.commands import CPU, SMALL, fit, read_json
 from tests.small_task import SmallModule
@@ -47,17 +48,17 @@ class Leaves(SmallModule):
 
 
 @pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """What a way out has set is undone."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
+def _interrupts() -> Iterator[None]:
+    """A shell that runs the tests in the background lets them ignore Ctrl-C; Lightning ignores it once it has come."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
-    ("way", "code"), [("SIGTERM", 143), ("Ctrl-C", 130), ("sys.exit(5)", 5), ("sys.exit(text)", 1)], ids=list(WAYS)
+    ("way", "code"),
+    [("SIGTERM", exit_codes.STOPPED), ("Ctrl-C", 130), ("sys.exit(5)", 5), ("sys.exit(text)", 1)],
+    ids=list(WAYS),
 )
 @pytest.mark.parametrize("step", ["fit", "validate"])
 def test_training_is_left(step: str, way: str, code: int, run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,10 +66,19 @@ def test_training_is_left(step: str, way: str, code: int, run_root: Path, capsys
     leaves = ["--model", f"{__name__}.Leaves", "--model.way", way, "--model.step", step]
     sanity = ["--trainer.num_sanity_val_steps", "1", "--run", "left"]
     assert main(["fit", *CPU, *SMALL, *leaves, *sanity]) == code
-    said = capsys.readouterr().err
+    said = "".join(capsys.readouterr())
     assert "continue with: python -m src.cli fit" in said
     assert ("the licence server is gone" in said) == (way == "sys.exit(text)")
-    assert read_json(run_root / "left/summary.json")["exit_reason"] == "interrupted"
+    reason = "stopped by SIGTERM" if way == "SIGTERM" else "interrupted"
+    assert read_json(run_root / "left/summary.json")["exit_reason"] == reason
+
+
+@pytest.mark.parametrize("nothing", ["--trainer.enable_checkpointing false", "--trainer.fast_dev_run true"])
+def test_a_training_that_saves_nothing_is_left_at_sigterm(nothing: str, run_root: Path) -> None:
+    """At once, with 143: there is nothing to wait for."""
+    leaves = ["--model", f"{__name__}.Leaves", "--model.way", "SIGTERM", "--model.step", "fit"]
+    assert main(["fit", *CPU, *SMALL, *leaves, *nothing.split(), "--run", "left"]) == 143
+    assert not (run_root / "left/STOPPED").exists()
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])

@@ -14,10 +14,10 @@ from lightning import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 
 from src.callbacks.ema import EMA
+from src.checkpoint.files import PENDING
 from src.errors import Stopped
 from src.pace import Pace, largest
 
-PENDING = "validation_pending"  # in a checkpoint: the validation after its last step comes first
 SECONDS = 1.0  # between two questions
 
 

@@ -10,6 +10,8 @@ import torch
 from src.checkpoint import shards
 from src.files import TEMPORARY
 
+PENDING = "validation_pending"  # in a checkpoint: the validation after its last step comes first
+
 # What training itself saves under `checkpoints/`. A ModelCheckpoint of the user's writes there too, under other names.
 OURS = re.compile(r"(best-)?step=(\d{8,})")
 
@@ -98,7 +100,10 @@ def rows_inside(path: Path) -> int:
     content = _content(path)
     loops = content.get("loops", {}).get("fit_loop", {})
     manual = loops.get("epoch_loop.manual_optimization.optim_step_progress", {}).get("total", {}).get("completed")
-    return int(loops["epoch_loop.state_dict"]["_batches_that_stepped"] if manual else content["global_step"])
+    if not manual:
+        return int(content["global_step"])
+    # A validation counts as part of the batch before it, which has its row.
+    return int(loops["epoch_loop.state_dict"]["_batches_that_stepped"]) + bool(content.get(PENDING))
 
 
 def place_inside(path: Path) -> str:

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import Timer
 from src import stopped
 from src.checkpoint.before_training import refuse_state, refuse_writers
 from src.checkpoint.boundary import as_boundary, at_step_boundaries, before_epoch, in_batches_of, resume_data
-from src.checkpoint.cut import PENDING, CutOff, Validations
-from src.checkpoint.files import bytes_of, fault, ours, step_in_name
+from src.checkpoint.cut import CutOff, Validations
+from src.checkpoint.files import PENDING, bytes_of, fault, ours, step_in_name
 from src.checkpoint.rank_state import CallbackMetrics, EpochMetrics, Keeper, RandomNumbers
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
 from src.checkpoint.shards import sweep

@@ -7,7 +7,7 @@ import torch
 
 from src import exit_codes, stopped
 from src.checkpoint.compare import differences, outcome
-from src.checkpoint.cut import PENDING
+from src.checkpoint.files import PENDING
 from src.cli import main
 from tests.commands import CPU, SMALL, fit, read_json, rows
 
@@ -21,6 +21,7 @@ WAYS = {
     "plateau": ["--model.plateau", "true"],
     "averaged": ["--trainer.callbacks+", "src.callbacks.ema.EMA", "--trainer.callbacks.decay", "0.5"],
     "accumulating": ["--micro_batch_size", "2"],
+    "by itself": ["--model", "tests.signalled.ByItself", "--trainer.gradient_clip_val", "null"],
 }
 
 

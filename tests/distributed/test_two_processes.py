@@ -218,20 +218,3 @@ def test_a_full_disk_of_another_node_leaves_the_parts_of_before(tmp_path: Path) 
     assert sorted(parts) == sorted([*steps, *steps])
     train(tmp_path / "whole", *settings, "-1")
     assert list(differences(outcome(run), outcome(tmp_path / "whole/full"))) == []
-
-
-def test_sigterm_to_every_process_ends_the_run_at_once(tmp_path: Path) -> None:
-    """What a scheduler sends: the command ends with 143 and a summary, whichever rank is reached first."""
-    command = [sys.executable, "-m", "src.cli", "fit", *TWO, *SMALL, "--trainer.max_steps", "100000", "--run", "told"]
-    run, pipe = tmp_path / "told", subprocess.PIPE
-    first = subprocess.Popen(
-        command, cwd=ROOT, env=environment(tmp_path), stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
-    while not (run / "metrics.csv").exists() or len(rows(run)) < 3:
-        assert first.poll() is None, first.communicate()
-        time.sleep(0.2)
-    os.killpg(first.pid, signal.SIGTERM)
-    _, error = first.communicate(timeout=60)
-    assert first.returncode == 143
-    assert "continue with: python -m src.cli fit" in error
-    assert read_json(run / "summary.json")["exit_reason"] == "interrupted"
