@@ -34,6 +34,7 @@ from src.callbacks.circuit_breaker import CircuitBreaker
 from src.callbacks.ema import EMA
 from src.callbacks.free_gradients import FreeGradients
 from src.callbacks.global_batch import GlobalBatch
+from src.callbacks.heartbeat import Heartbeat
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.out_of_memory import OutOfMemory
 from src.callbacks.predictions import WritePredictions
@@ -343,7 +344,14 @@ class ProjectCLI(LightningCLI):
         # The record comes first: its checks must precede everything else, and it must see every exception. Saving comes
         # before the clock, which does not count it, and after the states that it saves. The breaker comes after what it
         # hears and before saving, so that the end of a broken run is not saved.
-        callbacks: list[Callback] = [*self._watch(run, record), record, FreeGradients(), loss, LossScale()]
+        callbacks: list[Callback] = [
+            *self._watch(run, record),
+            record,
+            Heartbeat(run.path),
+            FreeGradients(),
+            loss,
+            LossScale(),
+        ]
         folder = run.path / "checkpoints"
         rules = self.config_init[self.command].breaker
         breaker = CircuitBreaker(rules, self.again, folder if self.wants_checkpoints else None)

@@ -7,6 +7,8 @@ runs/<name>/config.yaml      the merged configuration; feed it back with --confi
             tensorboard/     the same metrics
             checkpoints/
             summary.json     where it stands, written while it runs, when it ends, crashes or is tripped
+            heartbeat        when it was last alive, and where; only while it runs, or if it was killed
+            STOPPED          a signal came, the state is saved; the next start takes it away
             DONE             only in a run that finished
 """
 

@@ -1,5 +1,7 @@
 """Keeps manifest.json and summary.json of the run directory true, whatever happens."""
 
+import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,15 @@ from src.callbacks.out_of_memory import announced
 from src.callbacks.throughput import Throughput, peak_memory
 from src.checkpoint.best import SaveBest
 from src.checkpoint.files import ours
+from src.checkpoint.status import SUMMARY_SECONDS
 from src.errors import AgreedError, Stopped, TrippedError
+from src.hangs.heartbeats import process_state
 from src.manifest import describe_start
 from src.memory import is_out_of_memory
 from src.precision import refuse_mixed_cards
 from src.ranks import gather_objects
 from src.run import Run
 from src.storage import refuse_unshared
-
-REFRESH = 30  # seconds between two summaries while training
 
 
 class RunRecord(Callback):
@@ -46,7 +48,13 @@ class RunRecord(Callback):
         self._speed = speed
         self._started = time.monotonic()
         self._written = 0.0
-        self._before = run.read_json("summary.json").get("wall_time_seconds", 0.0)
+        earlier = run.read_json("summary.json")
+        self._before = earlier.get("wall_time_seconds", 0.0)
+        # A batch script knows better, of starts that were killed.
+        given, since = (float(os.environ.get(f"ALLOCATED_{name}", -1)) for name in ("BEFORE", "SINCE"))
+        self._allocated_before = earlier.get("allocated_seconds", 0.0) if given < 0 else given
+        self._allocated_since = time.time() - process_age() if since < 0 else since
+        self._useful_before, self._useful_since = 0.0, None
         self._refused = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -86,13 +94,28 @@ class RunRecord(Callback):
         )
         self.write(trainer, "running")
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        self._useful_since = time.monotonic()
+
+    def _useful_seconds(self) -> float:
+        """Of training that led to the state of now; what was lost and done again counts once."""
+        since = 0.0 if self._useful_since is None else time.monotonic() - self._useful_since
+        return round(self._useful_before + since, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How long it took to come to the state that is saved."""
+        return {"useful_seconds": self._useful_seconds()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102
+        self._useful_before = state_dict["useful_seconds"]
+
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
-        if time.monotonic() - self._written > REFRESH:
+        if time.monotonic() - self._written > SUMMARY_SECONDS:
             self.write(trainer, "running")
 
     def on_validation_batch_end(self, trainer: Trainer, *args: object) -> None:
         """A validation may be long: the record's date says that the run is alive."""
-        if time.monotonic() - self._written > REFRESH:
+        if time.monotonic() - self._written > SUMMARY_SECONDS:
             self.write(trainer, "running")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: D102
@@ -119,17 +142,23 @@ class RunRecord(Callback):
         checkpoints = ours(self.run.path / "checkpoints", "newest")
         memory = self._speed.values.get("perf/peak_memory_gib", peak_memory(trainer.strategy.root_device))
         seconds = self._speed.seconds
+        allocated = round(self._allocated_before + time.time() - self._allocated_since, 1)
+        useful = self._useful_seconds()
         rate = self._speed.samples * self.world_size / seconds if seconds else None
         self._keep(
             {
                 "exit_reason": exit_reason,
                 "error": error,
                 "last_step": trainer.global_step,
+                "total_steps": total_steps(trainer),
                 "best": {"metric": best.monitor, "value": score, "checkpoint": best.best_model_path}
                 if best and score is not None and Path(best.best_model_path).is_file()  # its save may have failed
                 else None,
                 "last_checkpoint": str(checkpoints[-1]) if checkpoints else None,
                 "wall_time_seconds": round(self._before + time.monotonic() - self._started, 1),
+                "allocated_seconds": allocated,
+                "useful_seconds": useful,
+                "useful_share": round(useful / allocated, 4) if allocated else None,
                 "samples_per_sec": None if rate is None else round(rate, 2),
                 "peak_memory_gib": round(memory, 3),
                 "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -146,6 +175,24 @@ class RunRecord(Callback):
             if not self._refused:
                 print(f"warning: {self.run.path / 'summary.json'} cannot be written ({error.strerror})", flush=True)
             self._refused = True
+
+
+def total_steps(trainer: Trainer) -> int | None:
+    """Optimizer steps of the whole run; None where only time limits it, or its data has no length."""
+    per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
+    limits = [math.ceil(per_epoch) * epochs if math.isfinite(per_epoch) else math.inf]
+    limits += [trainer.max_steps] if trainer.max_steps >= 0 else []
+    return int(min(limits)) if math.isfinite(min(limits)) else None
+
+
+def process_age() -> float:
+    """Seconds since this process began, its imports too; 0 where the system does not say."""
+    try:
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return 0.0
+    return max(0.0, uptime - process_state(os.getpid())[1] / os.sysconf("SC_CLK_TCK"))
 
 
 def _reason(exception: BaseException) -> str:

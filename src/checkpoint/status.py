@@ -16,10 +16,13 @@ from src.checkpoint.files import place_inside
 from src.checkpoint.ranks import line, ranks_of
 from src.checkpoint.units import age, duration, shorten
 from src.errors import UserError
+from src.files import read_json
 from src.lock import owner
 
-HEARTBEAT = 30  # seconds between two summaries of a training run, as src/callbacks/run_record.py writes them
-SILENT = 3 * HEARTBEAT
+SUMMARY_SECONDS = 30  # between two summaries of a training run, as src/callbacks/run_record.py writes them
+HEARTBEAT_FILE = "heartbeat"  # of a run that has not ended in order; src/callbacks/heartbeat.py writes it
+HEARTBEAT_SECONDS = 10
+SILENT = 90  # seconds: file servers show what another machine has written up to a minute late
 # Any other reason to end is a stop that a restart continues.
 ENDINGS = {"crashed": "crashed", "out of memory": "crashed", "tripped": "tripped"}
 
@@ -46,20 +49,26 @@ def state_of(run: Path, now: float | None = None) -> State:
     """
     now = time.time() if now is None else now
     summary = _summary(run)
-    state = State("new", "never trained", summary.get("last_step"), _written(run, summary), summary=summary)
+    beat, progress = read_json(run / HEARTBEAT_FILE), _written(run, summary)
+    signs = [sign for sign in (beat.get("written"), progress) if isinstance(sign, int | float)]
+    state = State("new", "never trained", summary.get("last_step"), max(signs, default=None), summary=summary)
     reason = summary.get("exit_reason")
     silence = None if state.written is None else now - state.written
+    stuck = None if progress is None else now - progress
     if (run / "DONE").exists():
         state.name, state.why = "finished", "DONE is there"
     elif (holder := owner(run)) is not None:
         state.name, state.owner, state.why = "running", holder, f"trained by {holder or 'a process of this machine'}"
-        if silence is not None and silence > SILENT:
-            state.notes.append(f"it wrote nothing for {duration(silence)}: a long step, validation or compile, or hung")
+        if stuck is not None and stuck > SILENT:
+            state.notes.append(f"it has not got on for {duration(stuck)}: a long step, validation or compile, or hung")
     elif reason == "running" and silence is not None and silence <= SILENT:
         state.name, state.why = "running", "a fresh sign of life; nobody holds the lock as far as this machine sees"
     elif reason == "running":
         silent = f"no sign of life for {duration(silence or 0)}"
         state.name, state.why = "vanished", f"{silent}: killed without a signal, e.g. a preempted spot machine"
+        if "host" in beat:
+            job = f" in job {beat['job']}" if beat.get("job") else ""
+            state.why += f"; it was on {beat['host']}, process {beat.get('pid')}{job}"
     elif reason is not None:
         state.name, state.why = ENDINGS.get(reason, "stopped"), str(reason)
         if reason == "finished":

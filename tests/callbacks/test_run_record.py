@@ -90,7 +90,7 @@ def test_every_start_stays_in_the_manifest(fit, run):
 def test_the_summary_is_true_while_it_runs(fit, run, monkeypatch):
     """From the start and in every interval the summary says that the run is running and how far it is."""
     seen = []
-    monkeypatch.setattr(run_record, "REFRESH", -1)
+    monkeypatch.setattr(run_record, "SUMMARY_SECONDS", -1)
 
     class Reading(Line):
         def training_step(self, batch, batch_idx):
@@ -126,7 +126,7 @@ def test_a_best_that_is_not_there_is_not_named(fit, run):
 
 def test_a_disk_that_refuses_the_summary_ends_no_training(fit, run, monkeypatch, capsys):
     """It is said once, and the run ends as it would have."""
-    monkeypatch.setattr(run_record, "REFRESH", -1)
+    monkeypatch.setattr(run_record, "SUMMARY_SECONDS", -1)
 
     class Full(Line):
         def on_train_batch_start(self, batch, batch_idx):
@@ -155,6 +155,47 @@ def test_wall_time_adds_up_over_starts(fit, run):
     run.write_json("summary.json", {"wall_time_seconds": 5000.0})
     fit()
     assert summary(run)["wall_time_seconds"] >= 5000
+
+
+def test_time_that_was_lost_is_no_useful_time(fit, run, monkeypatch):
+    """Useful is what led to the state of now, by the checkpoint; allocated is what the batch script has counted."""
+    monkeypatch.setenv("ALLOCATED_BEFORE", "1000")
+    monkeypatch.setenv("ALLOCATED_SINCE", str(run_record.time.time() - 100))
+    run.write_json("summary.json", {"allocated_seconds": 5.0, "useful_seconds": 990.0})
+    record, trainer = fit()
+    record.load_state_dict({"useful_seconds": 550.0})
+    record.write(trainer, "running")
+    found = summary(run)
+    assert 1100 <= found["allocated_seconds"] < 1400
+    assert 550 <= found["useful_seconds"] < 850
+    assert found["useful_share"] == pytest.approx(found["useful_seconds"] / found["allocated_seconds"], abs=1e-3)
+    assert record.state_dict()["useful_seconds"] >= 550
+
+
+def test_without_a_batch_script_starts_add_up(fit, run):
+    """From the summary of before, and from when this process began."""
+    run.write_json("summary.json", {"allocated_seconds": 5000.0})
+    fit()
+    assert summary(run)["allocated_seconds"] > 5000 + run_record.process_age() / 2
+    assert run_record.process_age() > 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "total"),
+    [
+        ({"max_steps": 4}, 4),
+        ({"max_steps": -1, "max_epochs": 2}, 8),
+        ({"max_steps": -1, "max_epochs": 2, "accumulate_grad_batches": 3}, 4),
+        ({"max_steps": 3, "max_epochs": 2}, 3),
+        ({"max_steps": 9, "max_epochs": 2}, 8),
+        ({"max_steps": -1, "max_epochs": -1, "max_time": {"seconds": 1}}, None),
+    ],
+)
+def test_the_summary_says_how_many_steps_there_will_be(limits, total):
+    """Whichever limit comes first; a run that only time limits has no number."""
+    trainer = quiet_trainer(**{"callbacks": [], "max_steps": 1} | limits)
+    trainer.fit(Line(), *loaders(trainer, torch.ones(8, 1), 2))
+    assert run_record.total_steps(trainer) == total
 
 
 @pytest.mark.parametrize(

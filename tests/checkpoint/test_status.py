@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from src.callbacks.run_record import REFRESH
 from src.checkpoint.ranks import line
-from src.checkpoint.status import HEARTBEAT, SILENT, facts, state_of
+from src.checkpoint.status import SILENT, facts, state_of
 from tests.checkpoints import a_run, refused, said, truncated, zeroed
 
 
@@ -23,10 +22,26 @@ def moment(seconds: float) -> str:
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC).timestamp()
 
 
-def test_the_heartbeat_is_that_of_the_record() -> None:
-    """A run is missed after three times the interval at which training really writes."""
-    assert HEARTBEAT == REFRESH
-    assert SILENT == 3 * REFRESH
+def beats(run: Path, age: float, **more: object) -> None:
+    """A sign of life from so many seconds before `NOW`."""
+    (run / "heartbeat").write_text(json.dumps({"written": NOW - age, "host": "spot-7", "pid": 41} | more))
+
+
+def test_a_long_step_is_no_end(tmp_path: Path) -> None:
+    """The summary is ten minutes old and the sign of life is not: the run lives."""
+    run = a_run(tmp_path, "mine", exit_reason="running", written=moment(600))
+    beats(run, 12)
+    assert state_of(run, NOW).name == "running"
+
+
+def test_a_vanished_run_says_where_it_was(tmp_path: Path) -> None:
+    """By the last sign of life, which is newer than the summary."""
+    run = a_run(tmp_path, "mine", exit_reason="running", written=moment(720))
+    beats(run, 600, job="77")
+    told = state_of(run, NOW)
+    assert told.name == "vanished"
+    assert "no sign of life for 10 min" in told.why
+    assert "it was on spot-7, process 41 in job 77" in told.why
 
 
 @pytest.mark.parametrize(
@@ -88,7 +103,7 @@ def test_who_holds_the_lock_runs(tmp_path: Path) -> None:
         lock.flush()
         told = state_of(run, NOW)
     assert (told.name, told.owner) == ("running", "process 1 on node7")
-    assert "wrote nothing for 16 min" in told.notes[0]
+    assert "has not got on for 16 min" in told.notes[0]
     assert state_of(run, NOW).name == "crashed"
 
 
