@@ -54,7 +54,8 @@ class RunRecord(Callback):
         given, since = (float(os.environ.get(f"ALLOCATED_{name}", -1)) for name in ("BEFORE", "SINCE"))
         self._allocated_before = earlier.get("allocated_seconds", 0.0) if given < 0 else given
         self._allocated_since = time.time() - process_age() if since < 0 else since
-        self._useful_before, self._useful_since = 0.0, None
+        self._useful_before = 0.0
+        self._useful_since: float | None = None
         self._refused = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
