@@ -32,6 +32,7 @@ def summary(jobs: Sequence[Job], training: Training, plan: Plan | None, points: 
             most = cluster.cost_per_gpu_hour * shape.world_size * job.time.total_seconds() / 3600
             lines[-1] += f", at most {most * max(points, 1):.0f} of what the site bills"
     job = jobs[0]
+    lines += [restarts(job)] if job.trains else []
     continued = (job.run_root / job.name / "checkpoints").is_dir()
     lines.append(f"run: {job.name} in {job.run_root}{' (goes on from its newest checkpoint)' if continued else ''}")
     if plan is None:
@@ -45,6 +46,17 @@ def summary(jobs: Sequence[Job], training: Training, plan: Plan | None, points: 
             names = ", ".join(plan.left_out[:5]) + (" …" if len(plan.left_out) > 5 else "")
             lines.append(f"left out, as git does not track them: {names} (--include)")
     return lines
+
+
+def restarts(job: Job) -> str:
+    """What happens at the job's limit."""
+    if not job.restarts:
+        return "not requeued (--max-restarts 0): its limit ends it"
+    total = f", {syntax.format_time(job.total)} in all" if job.total else ""
+    most = f"{job.restarts} restart{'s' if job.restarts > 1 else ''} at most{total}"
+    if job.lead is None:
+        return f"under five minutes: its limit ends it; a preemption requeues it, {most}"
+    return f"stops {job.lead} s before the limit, saves, and goes on in the next start; {most}"
 
 
 def show(submission: "Submission") -> None:

@@ -1,6 +1,7 @@
 """A job's starts and ends, kept beside its run: GPU hours are counted from them where a site has no accounting."""
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -33,6 +34,33 @@ def read(folder: Path, job: str) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
     return found
+
+
+def spans(folder: Path, job: str, running: bool) -> list[float]:
+    """Seconds of each start of a job. One that was killed lasted at least until it last wrote something.
+
+    Args:
+        folder: the run directory
+        job: its number
+        running: whether its last start still goes on
+
+    """
+    entries, found = read(folder, job), []
+    for entry, following in itertools.zip_longest(entries, entries[1:]):
+        if entry["event"] != "start":
+            continue
+        if following is None:
+            end = time.time() if running else last_sign(folder)
+        else:
+            end = following["time"] if following["event"] == "end" else following["last_sign"]
+        found.append(max(0.0, end - entry["time"]))
+    return found
+
+
+def allocated(folder: Path) -> float:
+    """Seconds of all starts of all jobs of a run that does not run now."""
+    jobs = [path.name.removesuffix("_history.jsonl") for path in folder.glob("slurm/*_history.jsonl")]
+    return sum(sum(spans(folder, job, running=False)) for job in jobs)
 
 
 def last_sign(folder: Path) -> float:

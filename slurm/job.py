@@ -1,7 +1,8 @@
 """What a job does on its first node before and after it trains: `python -m slurm.job --tasks 4 RUN_FOLDER`.
 
-At every start it leaves where the run is finished or where another job of its race was first, sees that the code is
-the snapshot's, and finds where the ranks meet. What it prints is for the batch script; what it says is in batch.out.
+At every start it leaves where the run is finished or where another job of its race was first, stops what has been
+restarted often enough, sees that the code is the snapshot's, and finds where the ranks meet. After training it lets
+`requeue` decide. What it prints is for the batch script; what it says is in batch.out.
 """
 
 import argparse
@@ -13,9 +14,10 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from slurm import fallen, history, race
+from slurm import history, race, requeue
 
 # Below the ephemeral range (32768 and up on Linux), whose ports any connection may hold.
 FIRST_PORT, PORTS = 10000, 20000
@@ -76,7 +78,9 @@ def foreign_code(code: Path) -> str | None:
     return None if origin and origin.is_relative_to(code.resolve()) else str(origin)
 
 
-def begin(run: Path, tasks: int, race_name: str, evaluate: bool = False) -> str:
+def begin(
+    run: Path, tasks: int, race_name: str, *, evaluate: bool = False, limits: requeue.Limits | None = None
+) -> str:
     """The lines to evaluate."""
     job, start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", 0))
     nodes = os.environ["SLURM_JOB_NODELIST"]
@@ -85,29 +89,49 @@ def begin(run: Path, tasks: int, race_name: str, evaluate: bool = False) -> str:
     if (run / "DONE").exists() and not evaluate:
         say("the run is finished: nothing to do")
         return "exit 0"
+    if other := foreign_code(Path.cwd()):
+        raise SystemExit(f"src would be imported from {other}, not from {Path.cwd()}: see setup: and PYTHONPATH")
+    from src import exit_codes, stopped  # another place's `src` may lack them
+
+    own = history.own_job(os.environ)
+    if limits and (why := limits.used_up(run, own, start) or requeue.stuck(run, own)):
+        say(f"not started again: {why}; python slurm/jobs.py resume {run.name} goes on")
+        history.note(run, own, "end", code=exit_codes.STOPPED, why=why)
+        return f"exit {exit_codes.STOPPED}"
     # Before the claim: a job that cannot train leaves the race to the others.
     if (given := os.environ.get("SLURM_NTASKS")) and int(given) != tasks:
         raise SystemExit(f"Slurm starts {given} tasks, the run wants {tasks}")
-    if other := foreign_code(Path.cwd()):
-        raise SystemExit(f"src would be imported from {other}, not from {Path.cwd()}: see setup: and PYTHONPATH")
     if race_name and (winner := race.claim(run / "slurm", race_name, job)) != job:
         say(f"job {winner} was first: this one leaves")
         return "exit 0"
     if race_name:
         race.cancel_others(race_name, job)
-    history.note(run, history.own_job(os.environ), "start", restart=start, nodes=nodes)
+    stopped.rotate(run)
+    step, before = requeue.saved_step(run), history.allocated(run)
+    history.note(run, own, "start", restart=start, nodes=nodes, step=step)
     found = {"MASTER_ADDR": address(first_host(nodes)), "MASTER_PORT": str(free_port(int(job)))}
-    say(" ".join(f"{name}={value}" for name, value in found.items()))
+    from_where = f"goes on from step {step}" if step >= 0 else "begins"
+    say(f"{from_where}, " + " ".join(f"{name}={value}" for name, value in found.items()))
+    found |= {"ALLOCATED_BEFORE": f"{before:.0f}", "ALLOCATED_SINCE": f"{time.time():.0f}"}
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in found.items())
 
 
-def end(run: Path, logs: Path, code: int) -> int:
-    """The exit code for the job."""
-    job = history.own_job(os.environ)
-    batch = logs / f"{job}_batch.out"
-    code = fallen.job_exit_code(batch.read_text(errors="replace") if batch.exists() else "", code)
-    history.note(run, job, "end", code=code)
-    return code
+def end(run: Path, logs: Path, code: int, limits: requeue.Limits) -> int:
+    """The exit code for the job, if that ends here."""
+    batch = logs / f"{history.own_job(os.environ)}_batch.out"
+    return requeue.decide(run, limits, code, batch.read_text(errors="replace") if batch.exists() else "", say)
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """How often the job goes on by itself."""
+    parser.add_argument("--max-restarts", type=int)
+    parser.add_argument("--total-seconds", type=int)
+    parser.add_argument("--max-crash-retries", type=int, default=0)
+
+
+def limits(options: argparse.Namespace) -> requeue.Limits:
+    """As given."""
+    return requeue.Limits(options.max_restarts, options.total_seconds, options.max_crash_retries)
 
 
 def main() -> int:
@@ -119,11 +143,12 @@ def main() -> int:
     parser.add_argument("--evaluate", action="store_true", help="there is work although the run is finished")
     parser.add_argument("--ended", type=int, metavar="CODE", help="srun is over, with this exit code")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where batch.out is")
+    add_limits(parser)
     options = parser.parse_args()
     if options.ended is not None:
-        print(end(options.run, options.logs, options.ended))
+        print(end(options.run, options.logs, options.ended, limits(options)))
         return 0
-    print(begin(options.run, options.tasks, options.race, options.evaluate))
+    print(begin(options.run, options.tasks, options.race, evaluate=options.evaluate, limits=limits(options)))
     return 0
 
 

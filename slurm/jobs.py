@@ -43,7 +43,23 @@ def _one(found: Sequence[State], name: str) -> State:
 
 def list_runs(found: Sequence[State]) -> None:
     """A row for each run, and below what a reason means."""
-    rows = [("RUN", "JOB", "STATE", "WHY", "NODES", "ELAPSED/LIMIT", "STEP", "CHECKPOINT", "GPU HOURS", "COST")]
+    rows = [
+        (
+            "RUN",
+            "JOB",
+            "STATE",
+            "WHY",
+            "NODES",
+            "ELAPSED/LIMIT",
+            "STEP",
+            "DONE",
+            "RESTARTS",
+            "LOST",
+            "CHECKPOINT",
+            "GPU HOURS",
+            "COST",
+        )
+    ]
     for state in found:
         hours, price = state.gpu_seconds / 3600, state.record.get("cost_per_gpu_hour")
         step = state.summary.get("last_step")
@@ -56,6 +72,9 @@ def list_runs(found: Sequence[State]) -> None:
                 state.nodes,
                 state.elapsed,
                 "" if step is None else str(step),
+                state.part_done,
+                str(state.restarts or ""),
+                state.lost,
                 f"{age} old" if (age := state.checkpoint_age) else "",
                 f"{hours:.2f}",
                 "" if price is None else f"{hours * price:.2f}",

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import math
 import os
 import re
 import uuid
@@ -18,7 +19,7 @@ from slurm.errors import LaunchError
 from slurm.included import OUTSIDE
 from slurm.overrides import refuse_config, refuse_secrets, take_run
 from slurm.record import refuse_other_points
-from slurm.render import Job
+from slurm.render import RESTARTS, SHORTEST, Job
 from slurm.training import Shape, Training, choose_shape, given, read_training
 
 CODE_IS_GONE = "the code of that submission is gone, {code}: submit the run anew with submit.py --name"
@@ -75,6 +76,7 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
         runs=[point.run for point in points] or [name],
         parallel=options.parallel,
         race=race_name,
+        **_restarts(options, _time(options.time) or cluster.time, training.subcommand),
     )
     names = [_inside(config, plan, code) for config in configs]
     variants = [(point.run, point.overrides) for point in points] or [(name, [])]
@@ -159,11 +161,11 @@ def _inside(config: str, plan: snapshot.Plan | None, code: Path) -> str:
     return str(Path(config).relative_to(code)) if Path(config).is_relative_to(code) else config
 
 
-def _time(text: str | None) -> datetime.timedelta | None:
+def _time(text: str | None, option: str = "--time") -> datetime.timedelta | None:
     try:
         return syntax.time_limit(text) if text else None
     except ValueError as error:
-        raise LaunchError(f"--time: {error}") from error
+        raise LaunchError(f"{option}: {error}") from error
 
 
 def find_run_root(cluster: Cluster) -> Path:
@@ -229,6 +231,26 @@ def _precision(training: Training, cluster: Cluster) -> list[str]:
     if card is None or card.capability >= (8, 0) or not asked.startswith("bf16"):
         return []
     return [f"trainer.precision {asked}: {cluster.gpu} has no units for bf16; auto takes 16-mixed there"]
+
+
+def _restarts(options: argparse.Namespace, limit: datetime.timedelta, subcommand: str) -> dict[str, Any]:
+    """How often the job goes on by itself. With a total time that has to suffice for it, and 20 interruptions more."""
+    total = _time(options.total_time, "--total-time")
+    names = ("total_time", "max_restarts", "max_crash_retries")
+    asked = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if asked and subcommand != "fit":
+        raise LaunchError(f"{asked[0]} is for training: {subcommand} is not requeued by itself")
+    if total and (total < limit or limit < SHORTEST or options.max_restarts == 0):
+        raise LaunchError(
+            f"--total-time {options.total_time} takes a chain of jobs: a --time of five minutes or more (here "
+            f"{syntax.format_time(limit)}) that is not longer than it, and restarts"
+        )
+    most = RESTARTS + (math.ceil(total / limit) if total else 0)
+    return {
+        "restarts": most if options.max_restarts is None else options.max_restarts,
+        "total": total,
+        "crash_retries": options.max_crash_retries or 0,
+    }
 
 
 def _snapshot(options: argparse.Namespace, configs: Sequence[str], warnings: list[str]) -> snapshot.Plan | None:

@@ -20,6 +20,9 @@ from slurm.training import Shape
 INTERACTIVE = ("bash", "interactive")
 # The others of a job whose rank has ended well get this long, e.g. for rank 0's last upload.
 WAIT_SECONDS = 300
+RESTARTS = 20
+SHORTEST = timedelta(minutes=5)  # of a job that is restarted at its limit
+LONGEST_LEAD = 300  # seconds
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,20 @@ class Job:
     parallel: int = 256  # how many of an array run at a time
     token: str = ""  # of this submission, and of no other: Slurm's comment on the job
     race: str = ""  # what the jobs of a race have in common
+    restarts: int = RESTARTS  # after the first start; 0: the job ends with that
+    total: timedelta | None = None  # of allocated time over all starts
+    crash_retries: int = 0
     python: str = field(default_factory=lambda: sys.executable)
+
+    @property
+    def lead(self) -> int | None:
+        """Seconds before the limit at which training is told to save and stop; None: the limit ends it.
+
+        Slurm may signal up to a minute early, and a lead of the whole limit at once, again and again.
+        """
+        if not (self.trains and self.restarts and self.time >= SHORTEST):
+            return None
+        return int(min(LONGEST_LEAD, self.time.total_seconds() * 0.2))
 
     @property
     def trains(self) -> bool:
@@ -62,7 +78,8 @@ def sbatch_parameters(job: Job) -> dict[str, Any]:
         "time": syntax.format_time(job.time),
         "output": str(job.folder / ("%A_%a_batch.out" if len(job.commands) > 1 else "%j_batch.out")),
         "comment": job.token,
-        "requeue": True,
+        "requeue": job.restarts > 0,
+        "no-requeue": job.restarts == 0,
         "gpus-per-node": typed if cluster.gpu_request == "gpus-per-node" else None,
         "gres": f"gpu:{typed}" if cluster.gpu_request == "gres" else None,
         "cpus-per-task": cluster.cpus_per_gpu,
@@ -92,10 +109,14 @@ def sbatch_parameters(job: Job) -> dict[str, Any]:
             "--kill-on-bad-exit=1",
             f"--wait={WAIT_SECONDS}",
         ],
+        "signal_delay_s": job.lead or 0,
         "setup": [*before(job)],
         "teardown": [
             "code=$?",
-            f'ended=$("$python" -m slurm.job --ended "$code" --logs {shlex.quote(str(job.folder))} "$RUN_ROOT/$run")',
+            *(["kill $guard"] if job.lead else []),
+            "# Requeues the job, or says what it ends with: slurm/requeue.py.",
+            'ended=$("$python" -m slurm.job --ended "$code" "${limits[@]}" '
+            f'--logs {shlex.quote(str(job.folder))} "$RUN_ROOT/$run")',
             'exit "${ended:-$code}"',
         ],
     }
@@ -103,6 +124,8 @@ def sbatch_parameters(job: Job) -> dict[str, Any]:
 
 def environment(job: Job) -> dict[str, str]:
     """What the script exports."""
+    from src import stopped
+
     cluster = job.cluster
     variables = {
         "RUN_ROOT": str(job.run_root),
@@ -111,6 +134,10 @@ def environment(job: Job) -> dict[str, str]:
         # The other cores load data. Without it each rank starts a thread for every core of the node.
         "OMP_NUM_THREADS": str(max(1, cluster.cpus_per_gpu // 2)),
     }
+    if job.trains:
+        variables[stopped.READ_BY_SCRIPT] = "1"
+    if job.lead:
+        variables[stopped.LEAD] = str(job.lead)
     if cluster.accelerator == "gpu":
         variables |= cluster.nccl.get("infiniband" if job.shape.nodes > 1 else "nvlink", {})
     return variables
@@ -135,11 +162,24 @@ def before(job: Job) -> list[str]:
     options = f"--tasks {job.shape.world_size}" + (f" --race {shlex.quote(job.race)}" if job.race else "")
     options += "" if job.trains else " --evaluate"
     lines += [
+        f"limits=({limits(job)})",
         "# Where to meet, or `exit 0` where there is nothing to do: slurm/job.py.",
-        f'found=$("$python" -m slurm.job {options} "$RUN_ROOT/$run") || exit',
+        f'found=$("$python" -m slurm.job {options} "${{limits[@]}}" "$RUN_ROOT/$run") || exit',
         'eval "$found"',
     ]
+    if job.lead:
+        guard = f'"$python" -m slurm.guard --lead {job.lead} "${{limits[@]}}" "$RUN_ROOT/$run"'
+        lines += [f"{guard} & guard=$!  # for steps that outlast the signal"]
     return lines
+
+
+def limits(job: Job) -> str:
+    """How often it goes on by itself, as options of slurm/job.py."""
+    if not job.trains:
+        return ""
+    total = f" --total-seconds {int(job.total.total_seconds())}" if job.total else ""
+    retries = f" --max-crash-retries {job.crash_retries}" if job.crash_retries else ""
+    return f"--max-restarts {job.restarts}{total}{retries}"
 
 
 def _assignment(run: str, command: Sequence[str]) -> str:

@@ -120,7 +120,7 @@ class Executor(SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text = super()._make_submission_file_text(command, uid)
-        return re.sub(r"#SBATCH --signal=.*\n|export SUBMITIT_EXECUTOR=.*\n", "", text)
+        return re.sub(r"#SBATCH --signal=\w+@0\n|export SUBMITIT_EXECUTOR=.*\n", "", text)
 
 
 def script(job: Job) -> str:

@@ -3,7 +3,6 @@
 Slurm's queue and the run's own files are enough; accounting (sacct) is asked too, and many sites have none.
 """
 
-import itertools
 import json
 import shutil
 import sys
@@ -89,6 +88,7 @@ class State:
     reason: str = ""
     nodes: str = ""
     seconds: float = 0.0  # of this start, or of the last one
+    restarts: int = 0  # of this job
     gpu_seconds: float = 0.0  # of all starts of all jobs of the run
     live: tuple[str, ...] = ()  # jobs of the run that Slurm may still run: in a race there are several
 
@@ -96,6 +96,20 @@ class State:
     def summary(self) -> Mapping[str, Any]:
         """What the run says of itself."""
         return _json(self.folder / "summary.json")
+
+    @property
+    def part_done(self) -> str:
+        """Of the run's steps; "" where it has no number of them."""
+        done, total = self.summary.get("last_step"), self.summary.get("total_steps")
+        return f"{100 * done / total:.0f} %" if isinstance(done, int) and total else ""
+
+    @property
+    def lost(self) -> str:
+        """Allocated time that led nowhere: starting, and what had to be done again."""
+        allocated, useful = (self.summary.get(f"{name}_seconds") for name in ("allocated", "useful"))
+        if allocated is None or useful is None:
+            return ""
+        return format_time(timedelta(seconds=int(max(0, allocated - useful))))
 
     @property
     def elapsed(self) -> str:
@@ -171,15 +185,20 @@ def _state(
 ) -> State:
     job = record["job"]
     here = queue.get(job)
-    spans = [span for row in rows for span in _spans(folder, row, row["job"] in queue and queue[row["job"]].runs)]
+    ended = next((entry.get("why") for entry in history.read(folder, job)[-1:] if entry["event"] == "end"), "")
+    spans = [
+        (seconds, row["nodes"] * row["gpus_per_node"])
+        for row in rows
+        for seconds in history.spans(folder, row["job"], row["job"] in queue and queue[row["job"]].runs)
+    ]
     if (folder / "DONE").exists() and not (here and here.live):
         state, reason, nodes = "FINISHED", "", ""
     elif here:
-        state, reason, nodes = here.state, here.reason, here.nodes
+        state, reason, nodes = here.state, here.reason if here.live else ended or here.reason, here.nodes
     else:
         why = str(_json(folder / "summary.json").get("exit_reason", ""))
         state, nodes = past.get(job) or "GONE", ""
-        reason = "ended without a word" if why == "running" and state != "UNKNOWN" else why
+        reason = ended or ("ended without a word" if why == "running" and state != "UNKNOWN" else why)
     return State(
         run=folder.name,
         folder=folder,
@@ -189,6 +208,7 @@ def _state(
         reason=reason,
         nodes=nodes,
         seconds=spans[-1][0] if spans else 0.0,
+        restarts=max(0, sum(entry["event"] == "start" for entry in history.read(folder, job)) - 1),
         gpu_seconds=sum(span * gpus for span, gpus in spans),
         live=tuple(row["job"] for row in rows if row["job"] in queue and queue[row["job"]].live),
     )
@@ -225,22 +245,6 @@ def _accounting(jobs: Iterable[str]) -> dict[str, str]:
         return {}
     rows = [line.split("|") for line in done.stdout.splitlines() if "|" in line]
     return {job: state.split()[0] for job, state, *_ in rows if state.split()}
-
-
-def _spans(folder: Path, record: Mapping[str, Any], running: bool) -> list[tuple[float, int]]:
-    """(seconds, GPUs) of each start of a job. One that was killed lasted at least until it last wrote something."""
-    gpus = record["nodes"] * record["gpus_per_node"]
-    entries = history.read(folder, record["job"])
-    found = []
-    for entry, following in itertools.zip_longest(entries, entries[1:]):
-        if entry["event"] != "start":
-            continue
-        if following is None:
-            end = time.time() if running else history.last_sign(folder)
-        else:
-            end = following["time"] if following["event"] == "end" else following["last_sign"]
-        found.append((max(0.0, end - entry["time"]), gpus))
-    return found
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -55,6 +55,9 @@ def parser() -> Parser:
         "--cluster", metavar="NAME", help="a file of configs/clusters; else mine.yaml, project.yaml, local"
     )
     made.add_argument("--time", metavar="LIMIT", help="such as 2:59:00 (24:00 is minutes); else the cluster's")
+    made.add_argument("--total-time", metavar="LIMIT", help="go on in further starts until so much time is used")
+    made.add_argument("--max-restarts", type=int, metavar="N", help="0: the limit ends the job (20, more with a total)")
+    made.add_argument("--max-crash-retries", type=int, metavar="N", help="restarts after a rank was lost (0)")
     made.add_argument("--name", help="of the run; the run of that name is continued")
     made.add_argument("--partition", help="instead of the cluster file's")
     made.add_argument("--account", help="instead of the cluster file's")
@@ -92,6 +95,10 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise LaunchError(f"--{name.replace('_', '-')} {value}: a whole number from 1 up")
+    for name in ("max_restarts", "max_crash_retries"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            raise LaunchError(f"--{name.replace('_', '-')} {value}: a whole number, 0 or more")
     for name, value in vars(options).items():  # as of a shell variable that is not set
         if value == "" or (isinstance(value, list) and "" in value):
             raise LaunchError(f"--{name.replace('_', '-')} is empty: give a value, or leave it out")

@@ -24,17 +24,25 @@ LIGHT = tuple(
     f"{name}.py"
     for name in ("__init__", "command_line", "errors", "batch_plan", "vanishing", "exit_codes", "stopped", "files")
 )
-CLI = '''"""Stands in for training: each rank writes what it sees, and does what --act says."""
+CLI = '''"""Stands in for training: each rank writes what it sees, and does what --act says.
+
+--act train: a step each 0.1 s, up to --steps or until there is a file `go`; rank 0 saves each. All stop after a signal,
+whose save takes --save seconds. --act lose-a-rank: rank 1 gets SIGKILL at the step --at, once. --act deaf: as train,
+but heeds no signal. --act exit: ends with the code --code.
+"""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from src import stopped
+
 VERSION = "as submitted"
-SEEN = ("SLURM_", "MASTER_", "OMP_", "PYTHON", "NCCL_", "RUN_ROOT", "WORLD_SIZE", "RANK")
+SEEN = ("SLURM_", "STOP", "MASTER_", "OMP_", "PYTHON", "NCCL_", "RUN_ROOT", "WORLD_SIZE", "RANK")
 
 
 def option(name, default=""):
@@ -62,6 +70,32 @@ if act in ("wait", "raise"):
     while not (run / "go").exists():
         time.sleep(0.2)
     child.kill()
+if act == "exit":
+    sys.exit(int(option("--code")))
+if act in ("train", "deaf", "lose-a-rank"):
+    came = []
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda got, _: came.append(signal.Signals(got).name))
+    saved, step = run / "checkpoints", 0
+    saved.mkdir(exist_ok=True)
+    step = max((int(path.stem[5:]) for path in saved.glob("step=*.ckpt")), default=0)
+    while step < int(option("--steps", "3000")) and not (run / "go").exists():
+        time.sleep(0.1)
+        step += 1
+        if act == "lose-a-rank" and rank == 1 and step >= int(option("--at")) and not (run / "lost").exists():
+            (run / "lost").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and not option("--stuck"):
+            (saved / f"step={step:08d}.ckpt").touch()
+        if came and act == "train":
+            (run / "saving").touch()
+            until = time.monotonic() + float(option("--save", "0"))
+            while time.monotonic() < until:
+                time.sleep(0.1)
+            print("signals", *came, flush=True)
+            if rank == 0:
+                stopped.mark(run, step, came[0])
+            sys.exit(0)
 if rank == 0:
     (run / "DONE").touch()
 '''

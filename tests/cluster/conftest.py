@@ -21,6 +21,7 @@ import pytest
 from slurm.local.processes import locked
 from slurm.local_cluster import chosen_folder
 from tests.cluster.jobs import found, leave, sbatch
+from tests.cluster.project import Project
 from tests.commands import ROOT
 
 HERE = Path(__file__).resolve().parent
@@ -84,3 +85,10 @@ def submit(_turn: None) -> Iterator[Callable[..., str]]:
 
     yield one
     leave(submitted)
+
+
+@pytest.fixture
+def project(_turn: None, tmp_path: Path) -> Iterator[Project]:
+    made = Project(tmp_path)
+    yield made
+    leave(made.jobs)

@@ -1,66 +1,17 @@
 """The launcher on a real Slurm, with a stand-in for training (tests/launching.py) that says what each rank saw."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cluster.jobs import NODES, field, leave, slurm, wait_for
-from tests.launching import make_project
-
-PATIENCE = 120
-
-
-class Project:
-    """A project whose jobs run on the cluster."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.runs = make_project(root / "my project"), root / "runs"
-        self.jobs: list[str] = []
-
-    def command(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """One of the launcher's commands, from another folder."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or "CONF" in name}
-        return subprocess.run(
-            [sys.executable, str(self.root / "slurm" / script), *arguments],
-            cwd=self.root.parent,
-            env=own | {"RUN_ROOT": str(self.runs), **variables},
-            capture_output=True,
-            text=True,
-        )
-
-    def submit(self, *arguments: str, **variables: str) -> list[str]:
-        """Submit to the local cluster; the jobs' numbers."""
-        done = self.command("submit.py", "--cluster", "local", *arguments, **variables)
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = re.findall(r"^job (\d+): ", done.stdout, re.MULTILINE)
-        self.jobs += found
-        return found
-
-    def seen(self, run: str) -> dict[int, dict[str, Any]]:
-        """What the ranks of a run wrote, the newest start of each."""
-        paths = sorted((self.runs / run).glob("rank*.json"), key=lambda path: path.stat().st_mtime)
-        return {int(path.name[4 : path.name.index("-")]): json.loads(path.read_text()) for path in paths}
-
-    def wait(self, job: str, *states: str) -> None:
-        wait_for(lambda: field(job, "JobState") in states, PATIENCE, f"job {job} is {states}")
-
-    def wait_ranks(self, run: str, count: int) -> None:
-        wait_for(lambda: len(self.seen(run)) == count, PATIENCE, f"{count} ranks of {run} have started")
-
-
-@pytest.fixture
-def project(_turn: None, tmp_path: Path) -> Iterator[Project]:
-    made = Project(tmp_path)
-    yield made
-    leave(made.jobs)
+from tests.cluster.jobs import NODES, field, slurm, wait_for
+from tests.cluster.project import PATIENCE, Project
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=/scratch/me/runs/gpt/slurm/%j_batch.out
 #SBATCH --requeue
+#SBATCH --signal=USR2@300
 #SBATCH --time=2:59:00
 
 # setup
@@ -20,15 +21,19 @@ export RUN_ROOT=/scratch/me/runs
 export PYTHONUNBUFFERED=1
 export PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=4
+export STOPPED_IS_READ=1
+export STOP_LEAD_SECONDS=300
 export NCCL_DEBUG=WARN
 export PYTHONPATH=/scratch/me/runs/.snapshots/0123"${PYTHONPATH:+:$PYTHONPATH}"
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 cd /scratch/me/runs/.snapshots/0123 || exit
 python=/home/me/project/.venv/bin/python
 run=gpt arguments=(fit --config configs/tasks/language.yaml --run gpt --trainer.devices 1)
+limits=(--max-restarts 20)
 # Where to meet, or `exit 0` where there is nothing to do: slurm/job.py.
-found=$("$python" -m slurm.job --tasks 4 "$RUN_ROOT/$run") || exit
+found=$("$python" -m slurm.job --tasks 4 "${limits[@]}" "$RUN_ROOT/$run") || exit
 eval "$found"
+"$python" -m slurm.guard --lead 300 "${limits[@]}" "$RUN_ROOT/$run" & guard=$!  # for steps that outlast the signal
 
 # command
 srun --unbuffered --output /scratch/me/runs/gpt/slurm/%j_%t_log.out --cpus-per-task=8 --kill-on-bad-exit=1 --wait=300 "$python" -u -m src.cli "${arguments[@]}"
@@ -36,5 +41,7 @@ srun --unbuffered --output /scratch/me/runs/gpt/slurm/%j_%t_log.out --cpus-per-t
 
 # teardown
 code=$?
-ended=$("$python" -m slurm.job --ended "$code" --logs /scratch/me/runs/gpt/slurm "$RUN_ROOT/$run")
+kill $guard
+# Requeues the job, or says what it ends with: slurm/requeue.py.
+ended=$("$python" -m slurm.job --ended "$code" "${limits[@]}" --logs /scratch/me/runs/gpt/slurm "$RUN_ROOT/$run")
 exit "${ended:-$code}"

@@ -144,6 +144,20 @@ def test_a_running_job_shows_step_checkpoint_and_hours(root: Path, bin_folder: P
     assert (found["GPU HOURS"], found["COST"]) == ("1.00", "3.00")
 
 
+def test_a_chain_of_starts_shows_how_far_it_is_and_what_was_lost(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """Part done, restarts, time that led nowhere; of a job that has ended, why."""
+    submitted(root, "gpt", "11")
+    summary = {"last_step": 300, "total_steps": 1200, "allocated_seconds": 9000.0, "useful_seconds": 8100.0}
+    (root / "gpt/summary.json").write_text(json.dumps(summary | {"exit_reason": "stopped by SIGUSR2"}))
+    for event in ("start", "end", "start", "end", "start"):
+        history.note(root / "gpt", "11", event)
+    history.note(root / "gpt", "11", "end", why="stopped by SIGUSR2 at step 300, saved; --max-restarts 2 is reached")
+    queue(bin_folder, "11|N/A|11|FAILED|NonZeroExitCode|")
+    found = row(run_jobs("list"), "gpt")
+    assert (found["DONE"], found["RESTARTS"], found["LOST"]) == ("25 %", "2", "0:15:00")
+    assert found["WHY"].endswith("--max-restarts 2 is reached")
+
+
 @pytest.mark.parametrize("state", ["PREEMPTED", "REQUEUED", "NODE_FAIL", "COMPLETING", "SUSPENDED"])
 def test_what_comes_back_is_no_end(root: Path, bin_folder: Path, run_jobs: Jobs, state: str) -> None:
     """A job in such a state is still cancelled by name, and not submitted a second time."""

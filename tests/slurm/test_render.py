@@ -91,7 +91,6 @@ def test_tasks_are_counted_per_node_and_see_all_its_gpus(cluster: str, shape: Sh
         "=None",
         "=False",
         "=\n",
-        "--signal",
     ):
         assert absent not in text
 

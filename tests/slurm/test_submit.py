@@ -344,3 +344,39 @@ def test_the_restart_loops_start_again_after_what_a_start_can_mend(codes: list[i
             text=True,
         )
         assert done.stdout.strip() == str(starts), loop
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ([], "stops 300 s before the limit, saves, and goes on in the next start; 20 restarts at most"),
+        (["--time", "10:00"], "stops 120 s before the limit"),
+        (["--time", "4:59"], "under five minutes: its limit ends it; a preemption requeues it, 20 restarts at most"),
+        (["--max-restarts", "0"], "not requeued (--max-restarts 0): its limit ends it"),
+        (["--max-restarts", "1"], "1 restart at most"),
+        (["--time", "2:00:00", "--total-time", "2-00:00:00"], "44 restarts at most, 2-00:00:00 in all"),
+    ],
+)
+def test_what_happens_at_the_limit_is_said(submit: Submit, options: list[str], line: str) -> None:
+    """Before anything is submitted; the script asks Slurm for the same signal, or for none."""
+    shown = submit("--nodes", "1", *options, "--dry-run").stdout
+    assert line in shown
+    lead = re.search(r"stops (\d+) s", shown)
+    signal = re.search(r"--signal=USR2@(\d+)", shown)
+    assert (lead and lead[1]) == (signal and signal[1])
+    assert ("#SBATCH --no-requeue" in shown) == ("0" in options)
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (["--max-restarts", "-1"], "--max-restarts -1: a whole number, 0 or more"),
+        (["--time", "2:00:00", "--total-time", "1:00:00"], "--total-time 1:00:00 takes a chain of jobs"),
+        (["--time", "4:00", "--total-time", "1:00:00"], "a --time of five minutes or more (here 0:04:00)"),
+        (["--total-time", "long"], "--total-time: got 'long'"),
+        (["--total-time", "9:00:00", "--", "test"], "--total-time is for training: test is not requeued by itself"),
+    ],
+)
+def test_a_chain_that_cannot_be_is_refused(submit: Submit, options: list[str], refused: str) -> None:
+    """In one line."""
+    assert refused in error(submit("--nodes", "1", *options, "--dry-run" if "--" not in options else "--"))

@@ -1,0 +1,59 @@
+"""Requeues a running job shortly before its limit, where training has not stopped by then.
+
+A step, or a save, may take longer than the time between Slurm's signal and the end. Slurm would end the job as TIMEOUT,
+which nothing restarts; like this it goes on from its newest checkpoint. Runs beside training in the batch script:
+`python -m slurm.guard --lead 300 --max-restarts 20 RUN_FOLDER &`.
+"""
+
+import argparse
+import datetime
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from slurm import history, job, requeue
+
+LOOK_SECONDS = 60  # an administrator may change the limit
+AT_LEAST = 5  # seconds, for the requeue itself
+
+
+def seconds_left() -> float | None:
+    """Until the job's limit, by this node's clock; None where Slurm does not say."""
+    found = re.search(r"\bEndTime=(\S+)", job.scontrol("job", os.environ["SLURM_JOB_ID"]))
+    try:
+        return datetime.datetime.fromisoformat(found[1]).timestamp() - time.time() if found else None
+    except ValueError:  # Unknown
+        return None
+
+
+def main() -> int:
+    """Wait, and requeue if need be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--lead", type=int, required=True, help="seconds between Slurm's signal and the limit")
+    job.add_limits(parser)
+    options = parser.parse_args()
+    margin = max(AT_LEAST, min(30, options.lead // 4))
+    while (left := seconds_left()) is not None and left > margin:
+        time.sleep(min(LOOK_SECONDS, left - margin))
+    if left is None:
+        job.say("Slurm does not say when this job ends: one whose steps outlast the signal will not be requeued")
+        return 0
+    from src import stopped
+
+    number = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    against = job.limits(options).used_up(options.run, history.own_job(os.environ), number + 1)
+    if stopped.read(options.run) or (options.run / "DONE").exists() or against:
+        return 0  # the batch script is about to decide, or there is no other start
+    why = f"training has not stopped {margin} s before the limit"
+    job.say(f"{why}: requeued, it goes on from step {max(requeue.saved_step(options.run), 0)}")
+    history.note(options.run, history.own_job(os.environ), "end", code=None, why=why)
+    if refusal := requeue.requeue():
+        job.say(f"requeueing failed ({refusal}): python slurm/jobs.py resume {options.run.name} goes on")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

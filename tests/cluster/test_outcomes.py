@@ -1,0 +1,249 @@
+"""What becomes of a run whose job meets its limit, a preemption, a dead node, an impatient user: on a real Slurm.
+
+With a stand-in for training (tests/launching.py) that saves each step; with real training: test_survive.py.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from slurm.local_cluster import LocalCluster, chosen_folder
+from src import exit_codes
+from tests.cluster.jobs import field, leave, sbatch, slurm, wait_for
+from tests.cluster.project import PATIENCE, Project
+
+TWO = ("--nodes", "2", "--gpus-per-node", "1", "--name", "gpt", "--no-check")
+ONE = ("--nodes", "1", "--gpus-per-node", "1", "--name", "gpt", "--no-check")
+TRAIN = ("--act", "train")
+root = pytest.mark.skipif(os.geteuid() != 0, reason="ends daemons of the cluster")
+
+
+def steps(project: Project) -> int:
+    return max((int(path.stem[5:]) for path in (project.runs / "gpt").glob("checkpoints/step=*.ckpt")), default=0)
+
+
+def begun(project: Project, more: int = 0) -> None:
+    """It trains."""
+    wait_for(lambda: steps(project) > more, PATIENCE, f"more than {more} steps")
+
+
+def said(project: Project, job: str) -> str:
+    """What stands in batch.out."""
+    return (project.runs / f"gpt/slurm/{job}_batch.out").read_text()
+
+
+def requeued(job: str, restarts: int = 1) -> None:
+    wait_for(
+        lambda: (field(job, "Restarts"), field(job, "JobState")) == (str(restarts), "PENDING"), PATIENCE, "requeued"
+    )
+
+
+def start_now(job: str) -> None:
+    """Slurm holds a requeued job for a while."""
+    slurm("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+
+def limit(job: str, minutes: int) -> None:
+    slurm("scontrol", "update", f"jobid={job}", f"TimeLimit={minutes}")
+
+
+def preempt(project: Project, job: str, seconds: int = 1) -> None:
+    """Somebody more urgent takes every node, and leaves soon."""
+    project.jobs.append(sbatch(f"sleep {seconds}", "--partition=urgent", "--nodes=4", "--exclusive"))
+
+
+@pytest.fixture
+def partition(project: Project) -> Iterator[None]:
+    """A test may change how the partition is preempted."""
+    yield
+    leave(project.jobs)
+    slurm("scontrol", "update", "partitionname=a100", "GraceTime=10", "PreemptMode=REQUEUE")
+
+
+def test_at_its_time_limit_a_job_goes_on_in_another_start(project: Project) -> None:
+    """Signalled before the limit, saved, requeued once by the batch script; it ends COMPLETED, and the list tells."""
+    (job,) = project.submit(*TWO, "--time", "5:00", "--", *TRAIN)
+    begun(project)
+    limit(job, 1)
+    requeued(job)
+    stopped_at = steps(project)
+    assert f"stopped by SIGUSR2 at step {stopped_at}, saved: requeued, it goes on from step {stopped_at}" in said(
+        project, job
+    )
+    listed = project.command("jobs.py", "list").stdout
+    assert re.search(rf"gpt +{job} +PENDING +BeginTime", listed), listed
+    limit(job, 5)
+    start_now(job)
+    begun(project, stopped_at)
+    (project.runs / "gpt/go").touch()
+    project.wait(job, "COMPLETED")
+    assert field(job, "ExitCode") == "0:0"
+    assert f"goes on from step {stopped_at}, " in said(project, job)
+    assert (project.runs / "gpt/STOPPED.previous").exists()
+    assert not (project.runs / "gpt/STOPPED").exists()
+    environments = [facts["environment"] for facts in project.seen("gpt").values()]
+    assert {found["STOP_LEAD_SECONDS"] for found in environments} == {"60"}
+    listed = project.command("jobs.py", "list").stdout
+    assert re.search(rf"gpt +{job} +FINISHED .* 1 ", listed), listed
+
+
+@pytest.mark.parametrize("mode", ["REQUEUE", "CANCEL"])
+def test_a_preempted_job_requeues_itself_within_its_grace(project: Project, partition: None, mode: str) -> None:
+    """Whatever the site does with preempted jobs: saved, it waits for its next start. A second signal is no news."""
+    slurm("scontrol", "update", "partitionname=a100", f"PreemptMode={mode}", "GraceTime=20")
+    (job,) = project.submit(*TWO, "--", *TRAIN, "--save", "2")
+    begun(project)
+    preempt(project, job)
+    wait_for((project.runs / "gpt/saving").exists, PATIENCE, "it saves")
+    slurm("scancel", "--signal=TERM", f"{job}.0")
+    requeued(job)
+    assert "stopped by SIGTERM" in said(project, job)
+    assert "signals SIGTERM SIGTERM" in (project.runs / f"gpt/slurm/{job}_0_log.out").read_text()
+    start_now(job)
+    begun(project, steps(project))
+
+
+def test_a_job_that_is_preempted_without_grace_goes_on_from_what_it_saved(project: Project, partition: None) -> None:
+    """Slurm requeues it by itself."""
+    slurm("scontrol", "update", "partitionname=a100", "GraceTime=0")
+    (job,) = project.submit(*TWO, "--", "--act", "deaf")
+    begun(project)
+    preempt(project, job)
+    requeued(job)
+    before = steps(project)
+    start_now(job)
+    begun(project, before)
+    assert f"goes on from step {before}, " in said(project, job)
+
+
+def test_a_cancelled_job_stays_cancelled_also_while_it_saves(project: Project) -> None:
+    """The user's word counts, though the state is saved; what it has saved is what `resume` goes on from."""
+    (job,) = project.submit(*TWO, "--", *TRAIN, "--save", "2")
+    begun(project)
+    slurm("scancel", "--signal=USR2", f"{job}.0")
+    wait_for((project.runs / "gpt/saving").exists, PATIENCE, "it saves")
+    assert f"cancelled: {job}" in project.command("jobs.py", "cancel", "gpt").stdout
+    project.wait(job, "CANCELLED")
+    time.sleep(3)
+    assert (field(job, "JobState"), field(job, "Restarts")) == ("CANCELLED", "0")
+    before = steps(project)
+    done = project.command("jobs.py", "resume", "gpt")
+    (again,) = re.findall(r"^job (\d+): gpt", done.stdout, re.MULTILINE)
+    project.jobs.append(again)
+    begun(project, before)
+    assert f"goes on from step {before}, " in said(project, again)
+
+
+@pytest.mark.parametrize(
+    ("act", "code"),
+    [
+        (["--act", "raise"], exit_codes.CRASHED),
+        (["--act", "exit", "--code", str(exit_codes.OUT_OF_MEMORY)], exit_codes.OUT_OF_MEMORY),
+    ],
+    ids=["crash", "out of memory"],
+)
+def test_what_would_come_again_is_not_tried_again(project: Project, act: list[str], code: int) -> None:
+    """Not even with retries for lost ranks: the job fails once, with the code of what happened."""
+    (job,) = project.submit(*TWO, "--max-crash-retries", "3", "--", *act)
+    project.wait(job, "FAILED")
+    assert (field(job, "ExitCode"), field(job, "Restarts")) == (f"{code}:0", "0")
+
+
+def test_a_lost_rank_ends_the_job_unless_retries_are_asked_for(project: Project) -> None:
+    """SIGKILL to one rank, as by a broken machine: FAILED; with one retry it goes on from what was saved."""
+    (job,) = project.submit(*TWO, "--", "--act", "lose-a-rank", "--at", "5")
+    project.wait(job, "FAILED")
+    assert field(job, "ExitCode") == f"{exit_codes.KILLED}:0"
+    assert "not requeued (--max-crash-retries 0)" in said(project, job).lower()
+    (project.runs / "gpt/lost").unlink()
+    (again,) = project.submit(*TWO, "--max-crash-retries", "1", "--", "--act", "lose-a-rank", "--at", "9")
+    requeued(again)
+    start_now(again)
+    begun(project, steps(project))
+    (project.runs / "gpt/go").touch()
+    project.wait(again, "COMPLETED")
+
+
+def test_a_restart_that_makes_no_step_is_not_tried_for_ever(project: Project) -> None:
+    """After two of them the job ends, with 85 and the reason, which the list shows."""
+    (job,) = project.submit(*ONE, "--", *TRAIN, "--stuck", "yes")
+    for restart in range(1, 4):
+        wait_for(lambda: len(project.seen("gpt")) == 1 and field(job, "JobState") == "RUNNING", PATIENCE, "it runs")
+        wait_for(lambda: (project.runs / "gpt/checkpoints").exists(), PATIENCE, "it trains")
+        time.sleep(1)
+        slurm("scancel", "--signal=TERM", f"{job}.0")
+        requeued(job, restart)
+        start_now(job)
+    project.wait(job, "FAILED")
+    assert field(job, "ExitCode") == f"{exit_codes.STOPPED}:0"
+    assert "not started again: two restarts have made no step" in said(project, job)
+    assert "two restarts have made no step" in project.command("jobs.py", "list").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--max-restarts", "0"], None),
+        (["--max-restarts", "1"], "--max-restarts 1 is reached"),
+        (["--time", "5:00", "--total-time", "5:00"], None),
+    ],
+    ids=["none", "one", "total time"],
+)
+def test_restarts_have_an_end(project: Project, options: list[str], reason: str | None) -> None:
+    """Of none no signal comes of Slurm; after the last one the job ends with 85, saved, and says how to go on."""
+    (job,) = project.submit(*ONE, *options, "--", *TRAIN)
+    begun(project)
+    if "--total-time" in options:  # as if the job had begun five minutes ago
+        path = project.runs / f"gpt/slurm/{job}_history.jsonl"
+        path.write_text(re.sub(r'"time": ([\d.]+)', lambda found: f'"time": {float(found[1]) - 301}', path.read_text()))
+        reason = "0.1 of the 0.1 hours of --total-time are used"
+    slurm("scancel", "--signal=TERM", f"{job}.0")
+    if "1" in options:
+        requeued(job)
+        start_now(job)
+        begun(project, steps(project))
+        slurm("scancel", "--signal=TERM", f"{job}.0")
+    project.wait(job, "FAILED")
+    assert field(job, "ExitCode") == f"{exit_codes.STOPPED}:0"
+    assert f"Not requeued ({reason or '--max-restarts 0 is reached'}): python slurm/jobs.py resume gpt" in said(
+        project, job
+    )
+
+
+def test_without_scontrol_the_job_says_how_to_go_on(project: Project) -> None:
+    """As on sites that have it on login nodes alone: after the limit's signal it ends with 85, saved."""
+    text = (project.root / "configs/clusters/local.yaml").read_text()
+    hidden = project.root / "bin"
+    hidden.mkdir()
+    for name in ("srun", "python3", "bash", "sh", "env"):
+        found = subprocess.run(["which", name], capture_output=True, text=True, check=True).stdout.strip()
+        (hidden / name).symlink_to(found)
+    setup = f"setup:\n  - export PATH='{hidden}'\n"
+    (project.root / "configs/clusters/local.yaml").write_text(re.sub(r"(?m)^setup:.*\n", "", text) + "\n" + setup)
+    (job,) = project.submit(*ONE, "--time", "5:00", "--", *TRAIN)
+    begun(project)
+    slurm("scancel", "--signal=USR2", f"{job}.0")
+    project.wait(job, "FAILED")
+    assert field(job, "ExitCode") == f"{exit_codes.STOPPED}:0"
+    assert "requeueing failed (no scontrol on this node): python slurm/jobs.py resume gpt goes on" in said(project, job)
+    assert "Slurm does not say when this job ends" in said(project, job)
+
+
+@root
+def test_a_restarted_controller_loses_no_job(project: Project) -> None:
+    """The job trains on meanwhile, and is requeued when its signal comes."""
+    (job,) = project.submit(*ONE, "--time", "5:00", "--", *TRAIN)
+    begun(project)
+    cluster = LocalCluster(chosen_folder())
+    os.kill(cluster.running()["slurmctld"], signal.SIGTERM)
+    wait_for(lambda: "slurmctld" not in cluster.running(), PATIENCE, "the controller has ended")
+    cluster.up()
+    before = steps(project)
+    begun(project, before)
+    slurm("scancel", "--signal=USR2", f"{job}.0")
+    requeued(job)

@@ -1,0 +1,142 @@
+"""What becomes of a job after a start."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from slurm import history, requeue
+from slurm.cluster import ROOT
+from slurm.requeue import Limits
+from src import exit_codes, stopped
+
+KILLED = "srun: error: n2: task 1: Killed\n"
+NO_MEMORY = "srun: error: n2: task 1: Out Of Memory\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run in its second start, in job 7; a scontrol that says yes and remembers what it was asked."""
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/scontrol").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n')
+    (tmp_path / "bin/scontrol").chmod(0o755)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step=00000040.ckpt").touch()
+    for event in ("start", "end", "start"):
+        history.note(tmp_path / "run", "7", event)
+    return tmp_path / "run"
+
+
+def asked(run: Path) -> list[str]:
+    path = run.parent / "asked"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def decide(run: Path, code: int, batch: str = "", **limits: int) -> tuple[int, str]:
+    """The exit code, and what was said."""
+    told: list[str] = []
+    code = requeue.decide(run, Limits(**{"restarts": 20} | limits), code, batch, told.append)
+    return code, " ".join(told)
+
+
+def test_a_stopped_start_is_requeued_once(run: Path) -> None:
+    """By its own number, and only if it runs: a cancelled job stays cancelled."""
+    stopped.mark(run, 40, "SIGUSR2")
+    code, told = decide(run, 0)
+    assert asked(run) == ["requeue incomplete 7"]
+    assert code == exit_codes.STOPPED
+    assert told == "stopped by SIGUSR2 at step 40, saved: requeued, it goes on from step 40"
+
+
+def test_another_starts_marker_means_nothing(run: Path) -> None:
+    """The one that the start before has left, or a start outside of this job."""
+    stopped.mark(run, 40, "SIGUSR2")
+    said = json.loads((run / "STOPPED").read_text())
+    for other in ({"start": 0}, {"job": "6"}, {"job": None, "start": None}):
+        (run / "STOPPED").write_text(json.dumps(said | other))
+        assert decide(run, 0)[0] == 0
+    assert asked(run) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"), [({"restarts": 1}, "--max-restarts 1 is reached"), ({"seconds": 0}, "--total-time are used")]
+)
+def test_a_limit_ends_the_chain(run: Path, limits: dict[str, int], reason: str) -> None:
+    """Saved, with 85, the reason and what to do."""
+    stopped.mark(run, 40, "SIGTERM")
+    code, told = decide(run, 0, "", **limits)
+    assert (code, asked(run)) == (exit_codes.STOPPED, [])
+    assert reason in told
+    assert told.endswith("python slurm/jobs.py resume run goes on")
+    assert reason in history.read(run, "7")[-1]["why"]
+
+
+@pytest.mark.parametrize(
+    ("code", "batch", "retries", "restarted"),
+    [
+        (137, KILLED, 0, False),
+        (137, KILLED, 1, True),
+        (exit_codes.HUNG, "", 1, True),
+        (139, "", 1, True),
+        (137, NO_MEMORY, 1, False),
+        (exit_codes.OUT_OF_MEMORY, "", 9, False),
+        (exit_codes.TRIPPED, "", 9, False),
+        (exit_codes.NO_CHECKPOINT, "", 9, False),
+        (1, "", 9, False),
+        (2, "", 9, False),
+        (143, "", 9, False),
+    ],
+)
+def test_only_a_lost_rank_is_tried_again(run: Path, code: int, batch: str, retries: int, restarted: bool) -> None:
+    """As often as was asked for; what would come again ends the job with its code."""
+    ended, _ = decide(run, code, batch, crash_retries=retries)
+    assert (asked(run) != []) == restarted
+    assert ended == (exit_codes.OUT_OF_MEMORY if batch == NO_MEMORY else code)
+    if restarted:
+        history.note(run, "7", "start")
+        (run.parent / "asked").unlink()
+        decide(run, code, batch, crash_retries=retries)
+        assert asked(run) == []
+
+
+def test_a_finished_run_is_not_requeued(run: Path) -> None:
+    """Also where a signal came after its last step, or a rank fell while it left."""
+    stopped.mark(run, 40, "SIGTERM")
+    (run / "DONE").touch()
+    assert decide(run, 0)[0] == 0
+    assert decide(run, 137, KILLED, crash_retries=3)[0] == 137
+    assert asked(run) == []
+
+
+@pytest.mark.parametrize(("signal", "waits"), [("SIGUSR2", False), ("SIGTERM", True)])
+def test_without_scontrol_only_a_preemption_is_waited_for(
+    run: Path, signal: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm takes a preempted job back by itself, if that is still there."""
+    slept: list[float] = []
+    monkeypatch.setattr(requeue.time, "sleep", slept.append)
+    monkeypatch.setenv("PATH", str(run))
+    stopped.mark(run, 40, signal)
+    code, told = decide(run, 0)
+    assert code == exit_codes.STOPPED
+    assert "requeueing failed (no scontrol on this node): python slurm/jobs.py resume run goes on" in told
+    assert slept == ([requeue.GRACE_SECONDS] if waits else [])
+
+
+def test_restarts_without_a_step_are_counted(run: Path) -> None:
+    """Two of them, after the first start; with a step made between them it goes on."""
+    assert requeue.stuck(run, "7") is None
+    path = run / "slurm/7_history.jsonl"
+    path.unlink()
+    for step in (-1, 40, 40):
+        history.note(run, "7", "start", step=step)
+    assert "two restarts have made no step beyond 40" in str(requeue.stuck(run, "7"))
+    (run / "checkpoints/step=00000041.ckpt").touch()
+    assert requeue.stuck(run, "7") is None
