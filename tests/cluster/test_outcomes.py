@@ -54,7 +54,8 @@ def limit(job: str, minutes: int) -> None:
 
 def preempt(project: Project, job: str, seconds: int = 1) -> None:
     """Somebody more urgent takes every node, and leaves soon."""
-    project.jobs.append(sbatch(f"sleep {seconds}", "--partition=urgent", "--nodes=4", "--exclusive"))
+    quiet = "--output=/dev/null"
+    project.jobs.append(sbatch(f"sleep {seconds}", "--partition=urgent", "--nodes=4", "--exclusive", quiet))
 
 
 @pytest.fixture
