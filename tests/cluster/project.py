@@ -11,7 +11,7 @@ from typing import Any
 from tests.cluster.jobs import field, wait_for
 from tests.launching import make_project
 
-PATIENCE = 120
+PATIENCE = 180
 
 
 class Project:

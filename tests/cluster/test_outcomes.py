@@ -3,15 +3,18 @@
 With a stand-in for training (tests/launching.py) that saves each step; with real training: test_survive.py.
 """
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from slurm import history
 from slurm.local_cluster import LocalCluster, chosen_folder
 from src import exit_codes
 from tests.cluster.jobs import field, leave, sbatch, slurm, wait_for
@@ -56,6 +59,21 @@ def preempt(project: Project, job: str, seconds: int = 1) -> None:
     """Somebody more urgent takes every node, and leaves soon."""
     quiet = "--output=/dev/null"
     project.jobs.append(sbatch(f"sleep {seconds}", "--partition=urgent", "--nodes=4", "--exclusive", quiet))
+
+
+def kill_node(cluster: LocalCluster, node: str) -> None:
+    """Its slurmd and all that it has started, at once and without a word: who watches the tasks goes before them."""
+    watchers, tasks = [], []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"SLURMD_NODENAME={node}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+                if b"slurmstepd" in Path("/proc", parent, "cmdline").read_bytes():
+                    watchers.append(int(parent))
+                tasks.append(int(process.name))
+    for victim in [cluster.running()[node], *watchers, *tasks]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -170,6 +188,28 @@ def test_a_lost_rank_ends_the_job_unless_retries_are_asked_for(project: Project)
     project.wait(again, "COMPLETED")
 
 
+@root
+def test_a_job_whose_node_dies_goes_on_on_others(project: Project) -> None:
+    """Its slurmd is killed, with all that it has started: Slurm requeues the job, which goes on from what was saved."""
+    (job,) = project.submit(*TWO, "--", *TRAIN)
+    begun(project)
+    node = slurm("scontrol", "show", "hostnames", field(job, "NodeList")).split()[1]
+    cluster = LocalCluster(chosen_folder())
+    try:
+        kill_node(cluster, node)
+        requeued(job)
+        before = steps(project)
+        start_now(job)
+        begun(project, before)
+        (project.runs / "gpt/go").touch()
+        project.wait(job, "COMPLETED")
+    finally:
+        cluster.up()
+    assert f"goes on from step {before}, " in said(project, job)
+    events = [entry["event"] for entry in history.read(project.runs / "gpt", job)]
+    assert events == ["start", "start", "end"]
+
+
 def test_a_restart_that_makes_no_step_is_not_tried_for_ever(project: Project) -> None:
     """After two of them the job ends, with 85 and the reason, which the list shows."""
     (job,) = project.submit(*ONE, "--", *TRAIN, "--stuck", "yes")
@@ -248,3 +288,15 @@ def test_a_restarted_controller_loses_no_job(project: Project) -> None:
     begun(project, before)
     slurm("scancel", "--signal=USR2", f"{job}.0")
     requeued(job)
+
+
+def test_training_that_heeds_no_signal_is_requeued_before_its_limit(project: Project) -> None:
+    """A step longer than the lead: instead of TIMEOUT the job goes on from its newest checkpoint."""
+    (job,) = project.submit(*TWO, "--time", "5:00", "--", "--act", "deaf")
+    begun(project)
+    limit(job, 2)
+    requeued(job)
+    assert "training has not stopped 15 s before the limit: requeued" in said(project, job)
+    before = steps(project)
+    start_now(job)
+    begun(project, before)
