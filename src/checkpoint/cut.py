@@ -1,11 +1,10 @@
 """A validation that a signal cuts off: what is saved is the state before it, and the next start makes it.
 
 A validation may take longer than a scheduler waits. Nothing that training goes on with is changed by one but random
-numbers, metrics that are being added up, and counts: they are kept when it begins. Weights that somebody has exchanged
-for it (EMA) are put back before the state is saved.
+numbers and metrics that are being added up, which are kept when it begins. Weights that somebody has exchanged for it
+(EMA) are put back before the state is saved.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -39,8 +38,8 @@ class Validations:
         self, states: Callable[[], Any], ask: Callable[[Pace, int], str | None], restore: Callable[[], None]
     ) -> None:
         self._states, self._ask, self._restore = states, ask, restore
-        self._before: dict[str, Any] | None = None  # while one runs: "ranks" of this rank, and "loops"
-        self.cut: dict[str, Any] | None = None  # the same, of one that was cut off
+        self._before: Any = None  # while one runs: the states of before
+        self.cut: Any = None  # the same, of one that was cut off
         self.pending = False  # the checkpoint that was read is of the moment before one
         self._pace, self._batch, self._common = Pace(SECONDS), 0, 0
         self._versions: list[int] = []
@@ -77,8 +76,7 @@ class Validations:
         loop.on_advance_end = validate  # type: ignore[method-assign]
 
     def _begin(self, trainer: Trainer) -> None:
-        loops = {"fit_loop": copy.deepcopy(trainer.fit_loop.state_dict())}
-        self._before = {"ranks": self._states(), "loops": loops}
+        self._before = self._states()
         self._versions = versions(trainer)
         # Only as many batches as every rank has: who had none left would not answer.
         count = sum(trainer.num_val_batches)
@@ -106,9 +104,8 @@ class Validations:
             raise CutOff(reason)
 
     def into(self, checkpoint: dict[str, Any]) -> None:
-        """Make a checkpoint one of the moment before the validation that was cut off."""
+        """Let a checkpoint say that the validation that was cut off is still to be made."""
         if self.cut is not None:
-            checkpoint["loops"]["fit_loop"] = self.cut["loops"]["fit_loop"]
             checkpoint[PENDING] = True
 
 

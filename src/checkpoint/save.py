@@ -149,7 +149,7 @@ class SaveNewest(Callback):
     def state_dict(self) -> dict[str, Any]:
         """What every rank alone knows. Collective, as saving is."""
         cut = self._validations.cut
-        return {"ranks": gather_objects(cut["ranks"] if cut else self._own_states()), "rounding": self._rounding}
+        return {"ranks": gather_objects(cut or self._own_states()), "rounding": self._rounding}
 
     def _own_states(self) -> dict[str, Any]:
         return {name: keeper.rank_state() for name, keeper in self.keepers.items()}

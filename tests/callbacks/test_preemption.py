@@ -58,11 +58,15 @@ def test_the_handler_stays_ours() -> None:
     seen = []
 
     class Looking(Line):
+        def train_dataloader(self) -> Any:  # when Lightning has set up its signals, and before training starts
+            seen.append(signal.getsignal(signal.SIGTERM))
+            return loaders(self.trainer, torch.ones(8, 1), 2)[0]
+
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             seen.append(signal.getsignal(signal.SIGTERM))
             return super().training_step(batch, batch_idx)
 
-    trainer = quiet_trainer(callbacks=[Preemption(None, saves=True)], max_steps=1)
-    trainer.fit(Looking(), *loaders(trainer, torch.ones(8, 1), 2))
-    assert seen == [signals._note]
+    trainer = quiet_trainer(callbacks=[Preemption(None, saves=True)], max_steps=1, limit_val_batches=0)
+    trainer.fit(Looking())
+    assert seen == [signals._note] * 2
     assert signal.getsignal(signal.SIGTERM) is signals._note

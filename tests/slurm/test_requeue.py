@@ -134,6 +134,11 @@ def test_restarts_without_a_step_are_counted(run: Path) -> None:
     """Two of them, after the first start; with a step made between them it goes on."""
     assert requeue.stuck(run, "7") is None
     path = run / "slurm/7_history.jsonl"
+    for steps in ((-1, 30, 40), (40, 40)):  # only one restart is where it was; only one start is a restart
+        path.unlink()
+        for step in steps:
+            history.note(run, "7", "start", step=step)
+        assert requeue.stuck(run, "7") is None
     path.unlink()
     for step in (-1, 40, 40):
         history.note(run, "7", "start", step=step)
