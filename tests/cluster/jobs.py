@@ -51,6 +51,16 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.3)
 
 
+def start_now(job: str) -> None:
+    """Let a requeued job start, which Slurm holds until nodes have forgotten its last start.
+
+    One that is started in the second in which that has ended is refused there: "Job credential revoked", FAILED.
+    """
+    wait_for(lambda: field(job, "JobState") == "PENDING", 120, f"job {job} waits for its next start")
+    time.sleep(2)
+    slurm("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+
 def leave(jobs: list[str]) -> None:
     """Cancel jobs, if they still run, and wait until their nodes are free of them."""
     if not jobs:

@@ -11,7 +11,7 @@ from typing import Any
 from tests.cluster.jobs import field, wait_for
 from tests.launching import make_project
 
-PATIENCE = 180
+PATIENCE = 120
 
 
 class Project:

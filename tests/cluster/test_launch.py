@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import NODES, field, slurm, wait_for
+from tests.cluster.jobs import NODES, field, slurm, start_now, wait_for
 from tests.cluster.project import PATIENCE, Project
 
 
@@ -122,7 +122,7 @@ def test_a_finished_run_that_is_requeued_ends_at_once(project: Project) -> None:
     (job,) = project.submit("--nodes", "1", "--gpus-per-node", "1", "--name", "gpt")
     project.wait(job, "COMPLETED")
     slurm("scontrol", "requeue", job)
-    slurm("scontrol", "update", f"jobid={job}", "StartTime=now")
+    start_now(job)
     wait_for(lambda: field(job, "Restarts") == "1" and field(job, "JobState") == "COMPLETED", PATIENCE, "it has ended")
     assert len(list((project.runs / "gpt").glob("rank*.json"))) == 1
     assert "the run is finished: nothing to do" in (project.runs / f"gpt/slurm/{job}_batch.out").read_text()
@@ -235,7 +235,7 @@ def test_a_race_is_trained_once(project: Project, closed: None, order: str) -> N
     project.wait(loser, "CANCELLED", "COMPLETED")
     if order == "requeued":
         slurm("scontrol", "requeue", winner)
-        slurm("scontrol", "update", f"jobid={winner}", "StartTime=now")
+        start_now(winner)
         wait_for(lambda: field(winner, "Restarts") == "1", PATIENCE, "the winner has been requeued")
     (project.runs / "gpt/go").touch()
     project.wait(winner, "COMPLETED")

@@ -17,7 +17,7 @@ import pytest
 from slurm import history
 from slurm.local_cluster import LocalCluster, chosen_folder
 from src import exit_codes
-from tests.cluster.jobs import field, leave, sbatch, slurm, wait_for
+from tests.cluster.jobs import field, leave, sbatch, slurm, start_now, wait_for
 from tests.cluster.project import PATIENCE, Project
 
 TWO = ("--nodes", "2", "--gpus-per-node", "1", "--name", "gpt", "--no-check")
@@ -44,11 +44,6 @@ def requeued(job: str, restarts: int = 1) -> None:
     wait_for(
         lambda: (field(job, "Restarts"), field(job, "JobState")) == (str(restarts), "PENDING"), PATIENCE, "requeued"
     )
-
-
-def start_now(job: str) -> None:
-    """Slurm holds a requeued job for a while."""
-    slurm("scontrol", "update", f"jobid={job}", "StartTime=now")
 
 
 def limit(job: str, minutes: int) -> None:
