@@ -5,6 +5,7 @@ $STOPS is how many times each is tried, once if it is not set; by hand 50.
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_two_requests_at_different_steps_are_one_stop(tmp_path: Path) -> None:
     processes = srun(tmp_path, 1, 2, *settings, STOPPED_IS_READ="1", STOP_LEAD_SECONDS="60")
     codes, outputs = zip(*map(ended, processes), strict=True)
     assert codes == (0, 0), outputs
-    assert "stopped by SIGTERM" in outputs[0]
+    assert re.search("stopped by SIG(TERM|USR1)", outputs[0])  # whichever came before they asked each other
     assert_goes_on_exactly(tmp_path, *places, "[]")
 
 
