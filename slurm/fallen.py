@@ -22,11 +22,16 @@ def ends(batch: str) -> dict[int, str]:
 def first(found: Mapping[int, str], outputs: Mapping[int, str]) -> int | None:
     """The rank whose own fault it was, as far as can be told; None where none fell.
 
-    One that says why in its output comes before one that only exited, that before one that was killed.
+    One that says why in its output comes before one that only exited, that before one that was killed, that before one
+    that only says that it has lost another.
     """
-    alone = [rank for rank, how in found.items() if (code := exit_code(how)) and code not in ENDED_WITH_IT]
+    from src.exit_codes import LOST_A_RANK
+
+    with_it = (*ENDED_WITH_IT, LOST_A_RANK)
+    alone = [rank for rank, how in found.items() if (code := exit_code(how)) and code not in with_it]
     speaking = [rank for rank in alone if re.search(r"^(Traceback|error: )", outputs.get(rank, ""), re.MULTILINE)]
-    return next(iter([*speaking, *alone, *found]), None)
+    killed = [rank for rank, how in found.items() if exit_code(how) != LOST_A_RANK]
+    return next(iter([*speaking, *alone, *killed, *found]), None)
 
 
 def exit_code(how: str) -> int | None:

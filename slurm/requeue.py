@@ -79,7 +79,7 @@ def verdict(run: Path, code: int, batch: str) -> tuple[int, str | None]:
         return exit_codes.STOPPED, f"stopped by {said['signal']} at step {said['step']}, saved"
     if "Out Of Memory" in " ".join(fallen.ends(batch).values()):
         return exit_codes.OUT_OF_MEMORY, None
-    lost = code in (exit_codes.HUNG, exit_codes.KILLED, *FROM_OUTSIDE)
+    lost = code in (exit_codes.HUNG, exit_codes.KILLED, exit_codes.LOST_A_RANK, *FROM_OUTSIDE)
     return code, f"a rank was lost (exit code {code})" if lost else None
 
 

@@ -13,6 +13,7 @@ from src import exit_codes
 from src.errors import AgreedError, TrippedError, UserError, from_settings, hint
 from src.memory import is_out_of_memory
 from src.out_of_memory import explain as explain_memory
+from src.ranks import lost_a_rank
 
 
 def run_to_its_end(cli: Any) -> int:
@@ -53,6 +54,10 @@ def crash(error: Exception) -> int:
         traceback.print_exc()
         print("out of memory while the model and the data were built", file=sys.stderr)
         return exit_codes.OUT_OF_MEMORY
+    if lost_a_rank(error):  # where this rank was says nothing
+        what = " ".join(str(error).split())[:300]
+        print(f"another rank went away, and this one ends with it ({what})", file=sys.stderr)
+        return exit_codes.LOST_A_RANK
     if from_settings(error):
         return complain(UserError(str(error)))
     if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):

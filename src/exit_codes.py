@@ -3,19 +3,20 @@
 | code | it ended because | another start |
 |---|---|---|
 | 0   | it is done, or stopped as asked (`max_time`); a run that was finished before, too | is not needed |
-| 1   | something raised: the traceback says what; a lost rank; torchrun's end on any of these | by hand |
+| 1   | something raised: the traceback says what; torchrun's end on any of these | by hand |
 | 2   | the input is bad: one line says what would be allowed | comes to the same |
 | 65  | the run has checkpoints and none is whole, or it had some and all are gone | comes to the same |
 | 70  | the circuit breaker stopped a run whose metrics say that it is broken | comes to the same |
 | 71  | the memory of a device or of the host did not suffice, on this rank or another | comes to the same |
 | 74  | nothing happened for `watchdog.minutes`, on some rank | may get on |
 | 75  | somebody trains the run, or the disk cannot be read right now | later |
+| 76  | another rank went away amid a collective operation; why, its own output or code says | by that |
 | 85  | a signal asked it to stop: the state is saved, and STOPPED is in the run directory | goes on |
 | 130 | Ctrl-C | goes on from the newest checkpoint |
 | 137 | SIGKILL, by whomever | goes on from the newest checkpoint |
 | 143 | SIGTERM where nothing is saved: an evaluation, a run without checkpoints (138, 140: SIGUSR1, 2) | begins anew |
 
-65 to 75 are those of sysexits.h whose meaning is nearest; 85 is Linux' ERESTART. Jobs of slurm/submit.py have them
+65 to 76 are those of sysexits.h whose meaning is nearest; 85 is Linux' ERESTART. Jobs of slurm/submit.py have them
 too, but go on by itself after a signal. Without PyTorch, as the launcher reads them.
 """
 
@@ -27,6 +28,7 @@ TRIPPED = 70
 OUT_OF_MEMORY = 71
 HUNG = 74
 BUSY = 75
+LOST_A_RANK = 76
 STOPPED = 85
 INTERRUPTED = 130
 KILLED = 137

@@ -1,11 +1,21 @@
 """What ranks tell each other beside tensors."""
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from src.checkpoint.contents import rebuild
+
+# What gloo, NCCL and the store say where a connection to another process has ended.
+GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|ncclRemoteError|failed to recv, got 0 bytes")
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective operation failed since another rank's process is gone. Why it is, only that one knows."""
+    among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return among_ranks and isinstance(error, RuntimeError) and GONE.search(str(error)) is not None
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from src.hangs.heartbeats import process_state
 from src.manifest import describe_start
 from src.memory import is_out_of_memory
 from src.precision import refuse_mixed_cards
-from src.ranks import gather_objects
+from src.ranks import gather_objects, lost_a_rank
 from src.run import Run
 from src.storage import refuse_unshared
 
@@ -201,4 +201,6 @@ def _reason(exception: BaseException) -> str:
         return "tripped"
     if isinstance(exception, KeyboardInterrupt | SystemExit):
         return "interrupted"
-    return "out of memory" if is_out_of_memory(exception) or announced() is not None else "crashed"
+    if is_out_of_memory(exception) or announced() is not None:
+        return "out of memory"
+    return "lost a rank" if lost_a_rank(exception) else "crashed"

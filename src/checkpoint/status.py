@@ -24,7 +24,7 @@ HEARTBEAT_FILE = "heartbeat"  # of a run that has not ended in order; src/callba
 HEARTBEAT_SECONDS = 10
 SILENT = 90  # seconds: file servers show what another machine has written up to a minute late
 # Any other reason to end is a stop that a restart continues.
-ENDINGS = {"crashed": "crashed", "out of memory": "crashed", "tripped": "tripped"}
+ENDINGS = {"crashed": "crashed", "out of memory": "crashed", "lost a rank": "crashed", "tripped": "tripped"}
 
 
 @dataclass

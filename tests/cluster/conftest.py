@@ -20,7 +20,7 @@ import pytest
 
 from slurm.local.processes import locked
 from slurm.local_cluster import chosen_folder
-from tests.cluster.jobs import found, leave, sbatch
+from tests.cluster.jobs import found, leave, sbatch, slurm
 from tests.cluster.project import Project
 from tests.commands import ROOT
 
@@ -92,3 +92,11 @@ def project(_turn: None, tmp_path: Path) -> Iterator[Project]:
     made = Project(tmp_path)
     yield made
     leave(made.jobs)
+
+
+@pytest.fixture
+def partition(project: Project) -> Iterator[None]:
+    """A test may change how the partition is preempted."""
+    yield
+    leave(project.jobs)
+    slurm("scontrol", "update", "partitionname=a100", "GraceTime=10", "PreemptMode=REQUEUE")

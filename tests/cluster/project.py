@@ -1,4 +1,4 @@
-"""A project whose jobs run on the cluster: the real launcher with a stand-in for training."""
+"""A project whose jobs run on the cluster: the real launcher, with a stand-in for training or real training."""
 
 import json
 import os
@@ -15,10 +15,17 @@ PATIENCE = 120
 
 
 class Project:
-    """A project whose jobs run on the cluster."""
+    """A project whose jobs run on the cluster.
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.runs = make_project(root / "my project"), root / "runs"
+    Attributes:
+        root: of the project: one with the stand-in, unless a test says otherwise
+        runs: the folder of its runs
+        jobs: those submitted, which the fixture ends
+
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.runs = make_project(folder / "my project"), folder / "runs"
         self.jobs: list[str] = []
 
     def command(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -3,80 +3,25 @@
 With a stand-in for training (tests/launching.py) that saves each step; with real training: test_survive.py.
 """
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from slurm import history
 from slurm.local_cluster import LocalCluster, chosen_folder
 from src import exit_codes
-from tests.cluster.jobs import field, leave, sbatch, slurm, start_now, wait_for
+from tests.cluster.interruptions import begun, kill_node, last_node, limit, preempt, requeued, said, steps
+from tests.cluster.jobs import field, slurm, start_now, wait_for
 from tests.cluster.project import PATIENCE, Project
 
 TWO = ("--nodes", "2", "--gpus-per-node", "1", "--name", "gpt", "--no-check")
 ONE = ("--nodes", "1", "--gpus-per-node", "1", "--name", "gpt", "--no-check")
 TRAIN = ("--act", "train")
 root = pytest.mark.skipif(os.geteuid() != 0, reason="ends daemons of the cluster")
-
-
-def steps(project: Project) -> int:
-    return max((int(path.stem[5:]) for path in (project.runs / "gpt").glob("checkpoints/step=*.ckpt")), default=0)
-
-
-def begun(project: Project, more: int = 0) -> None:
-    """It trains."""
-    wait_for(lambda: steps(project) > more, PATIENCE, f"more than {more} steps")
-
-
-def said(project: Project, job: str) -> str:
-    """What stands in batch.out."""
-    return (project.runs / f"gpt/slurm/{job}_batch.out").read_text()
-
-
-def requeued(job: str, restarts: int = 1) -> None:
-    wait_for(
-        lambda: (field(job, "Restarts"), field(job, "JobState")) == (str(restarts), "PENDING"), PATIENCE, "requeued"
-    )
-
-
-def limit(job: str, minutes: int) -> None:
-    slurm("scontrol", "update", f"jobid={job}", f"TimeLimit={minutes}")
-
-
-def preempt(project: Project, job: str, seconds: int = 1) -> None:
-    """Somebody more urgent takes every node, and leaves soon."""
-    quiet = "--output=/dev/null"
-    project.jobs.append(sbatch(f"sleep {seconds}", "--partition=urgent", "--nodes=4", "--exclusive", quiet))
-
-
-def kill_node(cluster: LocalCluster, node: str) -> None:
-    """Its slurmd and all that it has started, at once and without a word: who watches the tasks goes before them."""
-    watchers, tasks = [], []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"SLURMD_NODENAME={node}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-                if b"slurmstepd" in Path("/proc", parent, "cmdline").read_bytes():
-                    watchers.append(int(parent))
-                tasks.append(int(process.name))
-    for victim in [cluster.running()[node], *watchers, *tasks]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
-
-
-@pytest.fixture
-def partition(project: Project) -> Iterator[None]:
-    """A test may change how the partition is preempted."""
-    yield
-    leave(project.jobs)
-    slurm("scontrol", "update", "partitionname=a100", "GraceTime=10", "PreemptMode=REQUEUE")
 
 
 def test_at_its_time_limit_a_job_goes_on_in_another_start(project: Project) -> None:
@@ -188,10 +133,9 @@ def test_a_job_whose_node_dies_goes_on_on_others(project: Project) -> None:
     """Its slurmd is killed, with all that it has started: Slurm requeues the job, which goes on from what was saved."""
     (job,) = project.submit(*TWO, "--", *TRAIN)
     begun(project)
-    node = slurm("scontrol", "show", "hostnames", field(job, "NodeList")).split()[1]
     cluster = LocalCluster(chosen_folder())
     try:
-        kill_node(cluster, node)
+        kill_node(cluster, last_node(job))
         requeued(job)
         before = steps(project)
         start_now(job)

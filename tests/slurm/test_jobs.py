@@ -365,6 +365,8 @@ BATCH = "job 11, first start, on n1\nsrun: error: n1: task 9: Exited with exit c
         ("srun: error: n1: task 0: Exited with exit code 143\nsrun: error: n2: task 1: Exited with exit code 2\n", 2),
         ("srun: error: n1: tasks 0-1: Exited with exit code 70\n", 70),
         ("srun: error: n1: task 0: Killed\nsrun: error: n2: task 1: Exited with exit code 143\n", 137),
+        ("srun: error: n1: task 0: Exited with exit code 76\nsrun: error: n2: task 1: Killed\n", 137),
+        ("srun: error: n1: task 0: Exited with exit code 76\nsrun: error: n2: task 1: Exited with exit code 1\n", 1),
         ("srun: error: n1: task 0: Out Of Memory\n", 137),
     ],
 )
