@@ -13,10 +13,9 @@ from tests.cluster.project import Project
 from tests.cluster.unhurried import Unhurried
 from tests.commands import CPU, ROOT, TASK, train
 
-MODEL = ["--model", f"{Unhurried.__module__}.{Unhurried.__name__}", "--model.folder"]
+MODEL = [*TASK, "--model", f"{Unhurried.__module__}.{Unhurried.__name__}", "--model.folder"]
 SETTINGS = [
-    *TASK,
-    *("--trainer.max_steps", "1000", "--trainer.log_every_n_steps", "1", "--trainer.val_check_interval", "7"),
+    *("--trainer.max_steps", "600", "--trainer.log_every_n_steps", "1", "--trainer.val_check_interval", "7"),
     *("--trainer.limit_val_batches", "2", "--trainer.num_sanity_val_steps", "0", "--checkpoint.every_n_steps", "5"),
 ]
 
@@ -73,5 +72,7 @@ def test_a_run_through_every_interruption_ends_in_the_same_bits(project: Project
     (project.runs / "go").touch()
     project.wait(job, "COMPLETED")
     assert field(job, "ExitCode") == "0:0", said(project, job)
-    train(tmp_path / "whole", *CPU, *MODEL, str(project.runs), *SETTINGS, "--trainer.devices", "2", "--run", "gpt")
+    train(
+        tmp_path / "whole", "fit", *CPU, *MODEL, str(project.runs), *SETTINGS, "--trainer.devices", "2", "--run", "gpt"
+    )
     assert list(differences(outcome(run), outcome(tmp_path / "whole/gpt"))) == []
