@@ -1,4 +1,4 @@
-"""All ranks ask each other for something about once a second, at a moment that all of them know."""
+"""All ranks ask each other for something every now and then, at a moment that all of them know."""
 
 import time
 

@@ -14,10 +14,9 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 
 from src.callbacks.ema import EMA
 from src.checkpoint.files import PENDING
+from src.checkpoint.schedule import AGREE_SECONDS
 from src.errors import Stopped
 from src.pace import Pace, largest
-
-SECONDS = 1.0  # between two questions
 
 
 class CutOff(Stopped):
@@ -41,7 +40,7 @@ class Validations:
         self._before: Any = None  # while one runs: the states of before
         self.cut: Any = None  # the same, of one that was cut off
         self.pending = False  # the checkpoint that was read is of the moment before one
-        self._pace, self._batch, self._common = Pace(SECONDS), 0, 0
+        self._pace, self._batch, self._common = Pace(AGREE_SECONDS), 0, 0
         self._versions: list[int] = []
 
     def watch(self, trainer: Trainer) -> None:

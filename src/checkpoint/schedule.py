@@ -11,7 +11,7 @@ from src import signals
 from src.errors import UserError
 from src.pace import Pace
 
-AGREE_SECONDS = 1.0  # how often the ranks ask each other
+AGREE_SECONDS = 2.0  # between two questions of the ranks, each of a millisecond on slow CPUs (benchmarks/measured.md)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class CheckpointSettings:
 class Schedule:
     """Says when a save is due, and when this start must stop: it has had its time, or a signal has come to any rank.
 
-    The clock is rank 0's. All learn of it, and of signals, about once a second (`Pace`).
+    The clock is rank 0's. All learn of it, and of signals, about every two seconds (`Pace`).
 
     Args:
         settings: when to save
