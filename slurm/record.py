@@ -45,7 +45,7 @@ def submit_all(submission: "Submission", *, check: bool) -> int:
     if submission.snapshot:
         snapshot.take(submission.snapshot, first.run_root / ".snapshots", submission.trust)
     if check:
-        _check(first)
+        _check(first, submission.points)
     make_folder(first.folder)
     submitted: list[str] = []
     refused: list[LaunchError] = []
@@ -86,12 +86,14 @@ def _say_how_to_watch(job: Job) -> None:
     print(f"        and, where you sit: ssh -N -L 6006:localhost:6006 {getpass.getuser()}@{name}")
 
 
-def _check(job: Job) -> None:
+def _check(job: Job, points: Sequence["Point"]) -> None:
     """Let src.cli read its settings now, with the code of the job: a typo must not wait in the queue.
 
-    Nor may a file that was left out of the snapshot.
+    Nor may a file that was left out of the snapshot. Of a grid each value is read, in one command: of an option that is
+    repeated the last one counts, and all are looked at.
     """
-    arguments = [*job.commands[0], "--print_config"]
+    values = dict.fromkeys(setting for point in points for setting in point.settings)
+    arguments = [*job.commands[0], *(part for name, value in values for part in (f"--{name}", value)), "--print_config"]
     print("check: src.cli reads the settings", flush=True)  # that takes seconds, on a network file system many
     own = {"PYTHONPATH": str(job.code), "PYTHONDONTWRITEBYTECODE": "1", "RUN_ROOT": str(job.run_root)}
     done = subprocess.run(

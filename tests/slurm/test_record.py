@@ -131,6 +131,15 @@ def test_settings_are_read_with_the_jobs_code(submit: Submit, project: Path, tmp
     assert submit("--name", "gpt", "--include", "src/new.py").returncode == 0
 
 
+def test_every_value_of_a_grid_is_read(submit: Submit, project: Path) -> None:
+    """Not those of its first run alone: the last one may wait in the queue as long as any."""
+    cli = project / "src/cli.py"
+    cli.write_text(cli.read_text().replace('"--typo" in', '"1e-x" in'))
+    refused = submit("--name", "g", "--grid", "model.depth=1,2 model.lr=1e-3,1e-x")
+    assert refused.returncode == 2
+    assert "error: unknown key typo" in refused.stderr
+
+
 def test_a_configuration_from_elsewhere_is_submitted(submit: Submit, project: Path, tmp_path: Path) -> None:
     """The check finds the copy that the job will read; so does a resume, whatever became of the original."""
     cli = project / "src/cli.py"
