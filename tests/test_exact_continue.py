@@ -33,6 +33,7 @@ def test_one_process_ends_as_if_it_had_not_been_killed(run_root: Path, monkeypat
         monkeypatch.setenv("RUN_ROOT", str(root))
         assert main(["fit", *CPU, *RUN]) == 0
         assert list(differences(outcome(copy), whole)) == [], step
+        assert events(copy) == events(run_root / "killed"), step  # of which the copy had those behind the step, too
 
 
 @pytest.mark.parametrize("task", sorted(path.stem for path in (CONFIGS / "tasks").glob("*.yaml")))

@@ -3,6 +3,7 @@
 $STOPS is how many times each is tried, once if it is not set; by hand 50.
 """
 
+import json
 import os
 import random
 import re
@@ -23,10 +24,11 @@ TWO_RANKS = ["fit", *CPU, *SMALL, "--trainer.devices", "2", "--model.dropout", "
 ENDLESS = ["--trainer.max_steps", "1000000", "--checkpoint.every_n_steps", "7"]
 
 
-def wait_for_steps(run: Path, process: subprocess.Popen[str]) -> None:
-    """Until it trains."""
+def wait_for_steps(run: Path, process: subprocess.Popen[str], saved: bool = False) -> None:
+    """Until it trains, and where asked has saved."""
     until = time.monotonic() + 120
-    while not (run / "metrics.csv").exists() or len(rows(run)) < 3:
+    wanted = "checkpoints/step=*.ckpt" if saved else "metrics.csv"
+    while not any(run.glob(wanted)) or len(rows(run)) < 3:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until
         time.sleep(0.1)
@@ -104,8 +106,11 @@ def test_one_ranks_signal_cuts_off_a_long_validation(tmp_path: Path) -> None:
     assert_goes_on_exactly(tmp_path, *places, *slow[:-2], "--model.places", "[]")
 
 
-def test_loaders_processes_outlive_a_signal_to_the_whole_job(tmp_path: Path) -> None:
-    """A scheduler signals every process; a loader's that went at once would take the training with it."""
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, exit_codes.STOPPED), (signal.SIGINT, exit_codes.INTERRUPTED)]
+)
+def test_a_signal_to_the_whole_job_leaves_no_process(tmp_path: Path, number: signal.Signals, expected: int) -> None:
+    """As of a scheduler, or Ctrl-C; a loader's process that went at once would take the training with it."""
     command = [sys.executable, "-m", "src.cli", *TWO_RANKS, *ENDLESS, "--data.num_workers", "1", "--run", "run"]
     process = subprocess.Popen(
         command,
@@ -115,16 +120,41 @@ def test_loaders_processes_outlive_a_signal_to_the_whole_job(tmp_path: Path) -> 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        # Whoever runs the tests in the background has them ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     wait_for_steps(tmp_path / "run", process)
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     code, output = ended(process)
-    assert code == exit_codes.STOPPED, output
+    assert code == expected, output
     assert "DataLoader worker" not in output
     until = time.monotonic() + 30
     while somebody_is_left(process.pid):
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+def test_a_run_of_which_every_process_was_killed_tells_what_happened(tmp_path: Path) -> None:
+    """Silent since when, where it was, healthy until then, amid an epoch, how much is lost, and how to go on."""
+    processes = srun(tmp_path, 1, 2, *TWO_RANKS, *ENDLESS, "--run", "run")
+    wait_for_steps(tmp_path / "run", processes[0], saved=True)
+    for process in processes:
+        process.kill()
+    assert [ended(process)[0] for process in processes] == [-signal.SIGKILL] * 2
+    beat = read_json(tmp_path / "run/heartbeat")
+    for name in ("heartbeat", "summary.json"):  # as if that was ten minutes ago
+        told = read_json(tmp_path / "run" / name)
+        older = {"written": 1000.0 if name == "heartbeat" else "2001-09-09T01:46:40+0000"}
+        (tmp_path / "run" / name).write_text(json.dumps(told | older))
+    command = [sys.executable, "-m", "src.checkpoint", "status", "run"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True)
+    said = dict(re.split(r"  +", line, maxsplit=1) for line in done.stdout.splitlines())
+    assert re.match(r"vanished \(no sign of life for \d+ d.*: killed without a signal", said["state"]), done.stdout
+    assert f"it was on {beat['host']}, process {processes[0].pid} in job 4711" in said["state"]
+    assert said["train/loss"].count("at step") == 3
+    assert re.match(r"step \d+, epoch \d+, \d+ of its 64 samples done, ", said["checkpoint"]), done.stdout
+    assert re.match(r"\d+ steps to be done again", said["lost"]), done.stdout
+    assert "--run run" in said["continue"]
 
 
 def test_torchrun_hands_the_signal_on(tmp_path: Path) -> None:
