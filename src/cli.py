@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # what follows takes seconds, on a network's file system many: a signal is noted meanwhile
-    from src import signals
+    from src import signals, streams
 
     signals.listen()
+    streams.outlast_readers()
 
 import torch
 import yaml
@@ -50,7 +51,7 @@ from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, with_defaults
 from src.endings import complain, crash, run_to_its_end
-from src.errors import Stopped, UserError
+from src.errors import NotSavedError, Stopped, UserError
 from src.files import write_text
 from src.hangs.debug import debug_collectives
 from src.hangs.dump import record_collectives
@@ -324,6 +325,9 @@ class ProjectCLI(LightningCLI):
             end = f"stopped by {stop}"  # this start, not the run
             record.write(self.trainer, end)  # with the checkpoint of its end
             self.exit_code = stopped.exit_code(str(stop), self.trainer.global_rank)
+        except NotSavedError as error:  # of a validation that was cut off, too, which the record calls a stop
+            record.write(self.trainer, "not saved", str(error))
+            raise
         if not self.trainer.is_global_zero:
             return
         again = "" if end == "finished" else f"; continue with: {self.again}"
@@ -360,7 +364,7 @@ class ProjectCLI(LightningCLI):
         if self.wants_checkpoints:
             since = breaker.running_since
             newest = SaveNewest(folder, settings, {"loss": loss}, speed.restart_clock, self.time_limit, since)
-            preemption = Preemption(run, lambda: newest.first_save_seconds, saves=True)
+            preemption = Preemption(lambda: newest.first_save_seconds, saves=True)
             callbacks += [preemption, newest, SaveBest(folder, settings, newest)]
         else:
             callbacks.append(Preemption())

@@ -14,6 +14,7 @@ from src.errors import AgreedError, TrippedError, UserError, from_settings, hint
 from src.memory import is_out_of_memory
 from src.out_of_memory import explain as explain_memory
 from src.ranks import lost_a_rank
+from src.strategies.launcher import ended_children
 
 
 def run_to_its_end(cli: Any) -> int:
@@ -36,7 +37,10 @@ def run_to_its_end(cli: Any) -> int:
         return code
     except Exception as error:
         facts = (cli.memory, cli.trainer, cli.model, cli.here, cli.settings, cli.again)
-        return explain_memory(error, *facts) or crash(error)
+        code = explain_memory(error, *facts) or crash(error)
+        if code == exit_codes.LOST_A_RANK and (lost := ended_children(cli.trainer.strategy.launcher)):
+            print("; ".join(lost), file=sys.stderr)
+        return code
     return cli.exit_code
 
 

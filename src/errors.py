@@ -37,6 +37,12 @@ class TrippedError(AgreedError):
         super().__init__(message, exit_codes.TRIPPED)
 
 
+class NotSavedError(UserError):
+    """The state that a start ends with cannot be written, as where the disk is full; the one before is still there."""
+
+    exit_code = exit_codes.BUSY
+
+
 def from_settings(error: Exception) -> bool:
     """Whether Lightning refused a setting by itself: its own complaint, with nobody's module on the way to it.
 

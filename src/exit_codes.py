@@ -9,12 +9,12 @@
 | 70  | the circuit breaker stopped a run whose metrics say that it is broken | comes to the same |
 | 71  | the memory of a device or of the host did not suffice, on this rank or another | comes to the same |
 | 74  | nothing happened for `watchdog.minutes`, on some rank | may get on |
-| 75  | somebody trains the run, or the disk cannot be read right now | later |
+| 75  | somebody trains the run, or the disk cannot be read or written right now | later |
 | 76  | another rank went away amid a collective operation; why, its own output or code says | by that |
 | 85  | a signal asked it to stop: the state is saved, and STOPPED is in the run directory | goes on |
 | 130 | Ctrl-C | goes on from the newest checkpoint |
 | 137 | SIGKILL, by whomever | goes on from the newest checkpoint |
-| 143 | SIGTERM where nothing is saved: an evaluation, a run without checkpoints (138, 140: SIGUSR1, 2) | begins anew |
+| 143 | SIGTERM where nothing is saved, as in an evaluation (129, 138, 140: SIGHUP, SIGUSR1, 2) | begins anew |
 
 65 to 76 are those of sysexits.h whose meaning is nearest; 85 is Linux' ERESTART. Jobs of slurm/submit.py have them
 too, but go on by itself after a signal. Without PyTorch, as the launcher reads them.

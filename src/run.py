@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from src import stopped
 from src.changes import changes, keep_config, refuse_changed
 from src.checkpoint.choose import NoWholeCheckpointError, newest
 from src.checkpoint.files import clear_temporary, fault, moved_aside, ours, place_inside, rows_inside
@@ -116,6 +117,7 @@ def open_run(
             raise UserError(f"the run folder {folder} cannot be made ({error.strerror})") from error
         run = Run(str(folder), "continued" if existed else "new", notes=notes)
     hold(folder)
+    stopped.rotate(folder)
     clear_temporary(folder / "checkpoints")
     if found := newest(folder / "checkpoints", quarantine=True):
         run.checkpoint, run.step, run.rows = str(found[0]), found[1], rows_inside(found[0])

@@ -2,7 +2,11 @@
 
 What may be done inside of a handler is next to nothing: it runs between any two instructions, on ranks that are
 signalled at different moments. Saving there meets half a step, and collectives there wait for each other for ever
-(stock Lightning under SIGTERM with steps of 5 ms: 0 of 10 ended well). The ranks look at it between two steps.
+(stock Lightning under SIGTERM with steps of 5 ms: 0 of 10 ended well).
+
+The way of a stop: noted here; the ranks ask each other between two steps (src/pace.py, src/checkpoint/schedule.py) or
+in a validation (src/checkpoint/cut.py); src/checkpoint/save.py saves, leaves STOPPED (src/stopped.py) and raises
+`Stopped`, which src/cli.py turns into the exit code. src/callbacks/preemption.py keeps Lightning's own answer away.
 """
 
 import os
@@ -10,8 +14,8 @@ import signal
 import threading
 from types import FrameType
 
-# Preemption and scancel; by hand; the batch script's --signal, some time before the limit.
-STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# Preemption and scancel; by hand; the batch script's --signal, some time before the limit; a terminal that is gone.
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _noted = 0
 _leaves = False
 
@@ -20,7 +24,8 @@ def listen() -> None:
     """Take these signals; again whenever somebody else may have set a handler."""
     if threading.current_thread() is threading.main_thread():
         for number in STOPS:
-            signal.signal(number, _note)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, _note)
 
 
 def asked() -> int:

@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch.utils.data._utils import signal_handling
 
 from src import signals, stopped
-from src.run import Run
+from src.errors import UserError
 
 # Between the signal and the end, where no batch script says: what clouds give at least, and Slurm's usual KillWait.
 LEAD = 30.0
@@ -24,19 +24,24 @@ class Preemption(Callback):
     exits with 0, which a scheduler takes for success.
 
     Args:
-        run: the run that is trained; None: an evaluation
         save_seconds: what the first save of this start took; None so far
-        saves: whether a state is saved; else a signal ends the command at once
+        saves: whether a state is saved; else, as in an evaluation, a signal ends the command at once
+
+    Raises:
+        UserError: STOP_LEAD_SECONDS is no number.
 
     """
 
-    def __init__(
-        self, run: Run | None = None, save_seconds: Callable[[], float | None] = lambda: None, *, saves: bool = False
-    ) -> None:
-        self.run, self.save_seconds, self.saves = run, save_seconds, saves
-        self.lead = float(os.environ.get(stopped.LEAD, LEAD))
+    def __init__(self, save_seconds: Callable[[], float | None] = lambda: None, *, saves: bool = False) -> None:
+        self.save_seconds, self.saves = save_seconds, saves
+        given = os.environ.get(stopped.LEAD, str(LEAD))
+        try:
+            self.lead = float(given)
+        except ValueError as error:
+            raise UserError(f"{stopped.LEAD}={given}: expected a number of seconds, such as 120") from error
         self._step_seconds: list[float] = []
         self._step, self._clock, self._warned = -1, 0.0, False
+        self._listens = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: D102
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
@@ -45,12 +50,14 @@ class Preemption(Callback):
         signals.listen()
         if not self.saves:
             signals.leave_at_once()
-        elif self.run and trainer.is_global_zero:
-            stopped.rotate(self.run.path)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
-        signals.listen()  # a module may have set its own
         self._step_seconds, self._step, self._clock = [], trainer.global_step, time.monotonic()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: D102
+        if not self._listens:  # the module and others may have set handlers of their own when training started
+            signals.listen()
+            self._listens = True
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:  # noqa: D102
         if trainer.global_step == self._step or self._warned or not self.saves or not trainer.is_global_zero:

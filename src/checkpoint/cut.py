@@ -6,6 +6,7 @@ numbers and metrics that are being added up, which are kept when it begins. Weig
 """
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,8 @@ class Validations:
         self._versions = versions(trainer)
         # Only as many batches as every rank has: who had none left would not answer.
         count = sum(trainer.num_val_batches)
-        self._common = -largest([-int(count) if math.isfinite(count) else 0], trainer)[0]
+        unknown = sys.maxsize if trainer.world_size == 1 else 0  # each rank may have another number
+        self._common = -largest([-int(count) if math.isfinite(count) else -unknown], trainer)[0]
         self._batch = 0
         self._pace.begin(0)
 

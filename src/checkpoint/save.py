@@ -10,14 +10,21 @@ from lightning.pytorch.callbacks import Timer
 
 from src import stopped
 from src.checkpoint.before_training import refuse_state, refuse_writers
-from src.checkpoint.boundary import as_boundary, at_step_boundaries, before_epoch, in_batches_of, resume_data
+from src.checkpoint.boundary import (
+    UncountedSteps,
+    as_boundary,
+    at_step_boundaries,
+    before_epoch,
+    in_batches_of,
+    resume_data,
+)
 from src.checkpoint.cut import CutOff, Validations
 from src.checkpoint.files import PENDING, bytes_of, fault, ours, step_in_name
 from src.checkpoint.rank_state import CallbackMetrics, EpochMetrics, Keeper, RandomNumbers
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
 from src.checkpoint.shards import sweep
 from src.checkpoint.write import IN_FRONT, WholeFiles, give_name
-from src.errors import Stopped
+from src.errors import NotSavedError, Stopped
 from src.pace import Pace
 from src.ranks import gather_objects
 
@@ -78,6 +85,7 @@ class SaveNewest(Callback):
                 "note: the module optimizes by itself: rows count batches, checkpoints and max_steps its optimizers' "
                 "steps; gradients that it keeps from one batch to the next are not saved"
             )
+        self._uncounted = UncountedSteps(trainer)
         self.schedule.begin(trainer)
         if self._validations.pending:
             self.schedule.step -= 1  # with that validation it becomes another state
@@ -95,6 +103,7 @@ class SaveNewest(Callback):
         if not self._checked:
             self._checked = True
             refuse_state(trainer)
+        self._uncounted.look(trainer)
         due = self.schedule.due(trainer)
         if due or self._best:
             self._save(trainer, due, last=bool(self.schedule.stop))
@@ -230,7 +239,7 @@ class SaveNewest(Callback):
             error = save_in_front(trainer, path)
             whole = not trainer.is_global_zero or written(error)
             if last and due and not whole:
-                raise RuntimeError(f"the end of this start, step {step}, is not saved; make room and continue")
+                raise NotSavedError(f"the end of this start, step {step}, is not saved; make room and continue")
         if due:
             self.schedule.saved(trainer)
         self.after_save()

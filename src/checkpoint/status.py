@@ -5,6 +5,7 @@ import csv
 import datetime
 import json
 import math
+import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,9 @@ def state_of(run: Path, now: float | None = None) -> State:
     summary = _summary(run)
     beat, progress = read_json(run / HEARTBEAT_FILE), _written(run, summary)
     signs = [sign for sign in (beat.get("written"), progress) if isinstance(sign, int | float)]
-    state = State("new", "never trained", summary.get("last_step"), max(signs, default=None), summary=summary)
+    # Of a run that was killed the summary is older than the heartbeat.
+    last = max((step for step in (summary.get("last_step"), beat.get("step")) if isinstance(step, int)), default=None)
+    state = State("new", "never trained", last, max(signs, default=None), summary=summary)
     reason = summary.get("exit_reason")
     silence = None if state.written is None else now - state.written
     stuck = None if progress is None else now - progress
@@ -61,7 +64,7 @@ def state_of(run: Path, now: float | None = None) -> State:
         state.name, state.owner, state.why = "running", holder, f"trained by {holder or 'a process of this machine'}"
         if stuck is not None and stuck > SILENT:
             state.notes.append(f"it has not got on for {duration(stuck)}: a long step, validation or compile, or hung")
-    elif reason == "running" and silence is not None and silence <= SILENT:
+    elif reason == "running" and silence is not None and silence <= SILENT and not _gone(beat):
         state.name, state.why = "running", "a fresh sign of life; nobody holds the lock as far as this machine sees"
     elif reason == "running":
         silent = f"no sign of life for {duration(silence or 0)}"
@@ -81,6 +84,12 @@ def state_of(run: Path, now: float | None = None) -> State:
             "the clocks of this machine and of the one that trains differ"
         )
     return state
+
+
+def _gone(beat: dict[str, Any]) -> bool:
+    """Whether the process that wrote the sign of life was one of this machine and is no more."""
+    pid = beat.get("pid")
+    return beat.get("host") == socket.gethostname() and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
 
 
 def _losses(run: Path) -> list[tuple[int, float | None]]:

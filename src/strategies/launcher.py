@@ -1,8 +1,11 @@
 """Starts the other processes of a node, where no launcher has, and ends all when one has ended badly."""
 
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from lightning import Trainer
@@ -13,6 +16,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from src import exit_codes
 
 GRACE = 10  # seconds
+LOOK = 2  # seconds in which a process whose connections have ended comes to its own end
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -29,6 +33,17 @@ class Launcher(_SubprocessScriptLauncher):
             Observer(os.getpid(), self.procs).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+
+def ended_children(launcher: object) -> list[str]:
+    """`local rank 1 was ended by SIGKILL`, of the processes that rank 0 has started and that ended badly."""
+    found = []
+    for rank, child in enumerate(getattr(launcher, "procs", []), 1):
+        with suppress(subprocess.TimeoutExpired):
+            if code := child.wait(LOOK):
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                found.append(f"local rank {rank} {how}")
+    return found
 
 
 class Observer(_ChildProcessObserver):

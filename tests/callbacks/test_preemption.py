@@ -1,6 +1,7 @@
 """Where a signal would come too late to save, training says so at its start."""
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from torch import Tensor
 from src import signals
 from src.callbacks import preemption
 from src.callbacks.preemption import Preemption
+from src.checkpoint.save import SaveNewest
+from src.checkpoint.schedule import CheckpointSettings
+from src.errors import UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
 
@@ -45,7 +49,7 @@ def test_a_step_and_a_save_are_measured_against_the_lead(
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             now[0] += 100
 
-    call = Preemption(None, lambda: save, saves=True)
+    call = Preemption(lambda: save, saves=True)
     trainer = quiet_trainer(callbacks=[call], max_steps=12, val_check_interval=1)
     trainer.fit(Ticking(), *loaders(trainer, torch.ones(24, 1), 2))
     out = capsys.readouterr().out
@@ -54,10 +58,13 @@ def test_a_step_and_a_save_are_measured_against_the_lead(
 
 
 def test_the_handler_stays_ours() -> None:
-    """Lightning sets none of its own, which would talk to other ranks, nor restores one while the command leaves."""
+    """A module that sets its own loses it; Lightning, whose handler would talk to other ranks, sets none at all."""
     seen = []
 
     class Looking(Line):
+        def on_train_start(self) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
         def train_dataloader(self) -> Any:  # when Lightning has set up its signals, and before training starts
             seen.append(signal.getsignal(signal.SIGTERM))
             return loaders(self.trainer, torch.ones(8, 1), 2)[0]
@@ -66,7 +73,35 @@ def test_the_handler_stays_ours() -> None:
             seen.append(signal.getsignal(signal.SIGTERM))
             return super().training_step(batch, batch_idx)
 
-    trainer = quiet_trainer(callbacks=[Preemption(None, saves=True)], max_steps=1, limit_val_batches=0)
+    trainer = quiet_trainer(callbacks=[Preemption(saves=True)], max_steps=1, limit_val_batches=0)
     trainer.fit(Looking())
     assert seen == [signals._note] * 2
     assert signal.getsignal(signal.SIGTERM) is signals._note
+
+
+def test_a_lead_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, before anything starts."""
+    monkeypatch.setenv("STOP_LEAD_SECONDS", "2m")
+    with pytest.raises(UserError, match="STOP_LEAD_SECONDS=2m: expected a number of seconds"):
+        Preemption(saves=True)
+
+
+@pytest.mark.parametrize(("through_lightning", "said"), [(False, 1), (True, 0)])
+def test_steps_that_nobody_counts_are_said(
+    through_lightning: bool, said: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A module that steps its optimizer by itself is neither saved nor stopped by a signal: a warning, once."""
+
+    class ByItself(Line):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            optimizer: Any = self.optimizers(use_pl_optimizer=through_lightning)
+            optimizer.zero_grad()
+            self.manual_backward(self.error(batch))
+            optimizer.step()
+
+    save = SaveNewest(tmp_path, CheckpointSettings())
+    trainer = quiet_trainer(callbacks=[save], max_epochs=1, max_steps=-1, limit_val_batches=0)
+    trainer.fit(ByItself(), *loaders(trainer, torch.ones(500, 1), 2))
+    assert capsys.readouterr().out.count("no optimizer step was counted") == said

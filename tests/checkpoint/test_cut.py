@@ -1,15 +1,19 @@
 """A signal in a validation: the state before it is saved, and the next start makes that validation."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from src import exit_codes, stopped
 from src.checkpoint.compare import differences, outcome
 from src.checkpoint.files import PENDING
 from src.cli import main
 from tests.commands import CPU, SMALL, fit, read_json, rows
+from tests.small_task import SmallData
 
 # Six steps in an epoch, validated after each second one in four batches; two epochs and a piece.
 SIGNALLED = [
@@ -22,7 +26,28 @@ WAYS = {
     "averaged": ["--trainer.callbacks+", "src.callbacks.ema.EMA", "--trainer.callbacks.decay", "0.5"],
     "accumulating": ["--micro_batch_size", "2"],
     "by itself": ["--model", "tests.signalled.ByItself", "--trainer.gradient_clip_val", "null"],
+    "without a length": [
+        "--data",
+        f"{__name__}.Unsized",
+        "--data.val_size",
+        "32",
+        "--trainer.limit_val_batches",
+        "1.0",
+    ],
 }
+
+
+class Unsized(SmallData):
+    """Validates on a stream."""
+
+    def val_dataloader(self) -> Any:
+        batches = super().val_dataloader()
+
+        class Stream(IterableDataset):
+            def __iter__(self) -> Iterator[Any]:
+                yield from batches
+
+        return DataLoader(Stream(), batch_size=None)
 
 
 def signalled(folder: Path, *places: str) -> list[str]:

@@ -22,6 +22,7 @@ from src.checkpoint.files import clear_temporary, fault, ours, step_in_name, ste
 from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
+from src.errors import NotSavedError
 from tests.commands import ROOT
 from tests.tiny import Line, loaders, quiet_trainer
 
@@ -188,7 +189,7 @@ def test_a_full_disk_costs_a_save_and_nothing_else(
 
 def test_a_run_whose_end_cannot_be_saved_does_not_end_well(tmp_path: Path, limit: Callable[[int], None]) -> None:
     """The last state is the result: without it the command fails, and the newest older state is still there."""
-    with pytest.raises(RuntimeError, match="the end of this start, step 10, is not saved"):
+    with pytest.raises(NotSavedError, match="the end of this start, step 10, is not saved"):
         fit(tmp_path, Heavy(limit, range(8, 11)))
     found = newest(tmp_path)
     assert found is not None

@@ -4,6 +4,8 @@ import datetime
 import fcntl
 import json
 import os
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,17 @@ def test_a_vanished_run_says_where_it_was(tmp_path: Path) -> None:
     assert told.name == "vanished"
     assert "no sign of life for 10 min" in told.why
     assert "it was on spot-7, process 41 in job 77" in told.why
+
+
+def test_a_process_of_this_machine_that_is_gone_needs_no_silence(tmp_path: Path) -> None:
+    """Its last step is the heartbeat's, as the summary is older."""
+    run = a_run(tmp_path, "mine", exit_reason="running", written=moment(20), last_step=3)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for pid, state in ((os.getpid(), "running"), (gone.pid, "vanished")):
+        beats(run, 5, host=socket.gethostname(), pid=pid, step=7)
+        told = state_of(run, NOW)
+        assert (told.name, told.last_step) == (state, 7)
 
 
 @pytest.mark.parametrize(

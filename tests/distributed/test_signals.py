@@ -190,3 +190,34 @@ def test_a_signal_before_training_stops_it_before_the_first_step(tmp_path: Path)
     code, output = ended(process)
     assert code == exit_codes.STOPPED, output
     assert "stopped by SIGTERM at step 0" in output
+
+
+def test_a_reader_that_has_gone_ends_no_training(tmp_path: Path) -> None:
+    """Of `fit | head -1`, or of a terminal: the run is trained to its end, saved, and the command ends with 0."""
+    process = srun(tmp_path, 1, 1, *TWO_RANKS, "--trainer.devices", "1", "--run", "run")[0]
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == exit_codes.DONE
+    assert (tmp_path / "run/DONE").exists()
+
+
+def test_a_terminal_that_is_gone_stops_a_run_that_is_not_under_nohup(tmp_path: Path) -> None:
+    """SIGHUP: saved, with 85; one that was told to ignore it trains on."""
+    for number, ignored in enumerate((False, True)):
+        command = [sys.executable, "-m", "src.cli", *TWO_RANKS, *ENDLESS, "--trainer.devices", "1", "--run", "run"]
+        process = subprocess.Popen(
+            ["nohup", *command] if ignored else command,
+            cwd=ROOT,
+            env=environment(tmp_path / str(number)),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        wait_for_steps(tmp_path / f"{number}/run", process)
+        process.send_signal(signal.SIGHUP)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        code, output = ended(process)
+        assert code == exit_codes.STOPPED, output
+        assert f"stopped by {'SIGTERM' if ignored else 'SIGHUP'}" in output

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -323,27 +324,46 @@ def test_the_cloud_task_names_codes_that_another_start_can_mend() -> None:
     sky, dstack = (yaml.safe_load(found) for found in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
     recovered = sky["resources"]["job_recovery"]["recover_on_exit_codes"]
     assert recovered == [code for code in exit_codes.AGAIN if code != exit_codes.KILLED]  # that one is a lost machine
-    loops = re.findall(r"case \$\? in ([\d|]+)\)", text)
+    loops = re.findall(r"case \$code in ([\d|]+)\)", text)
     assert [[int(code) for code in loop.split("|")] for loop in loops] == [list(exit_codes.AGAIN)] * 2
     assert sky["envs"]["RUN_ROOT"].startswith(tuple(sky["volumes"]))
     assert dstack["env"] == [f"RUN_ROOT={dstack['volumes'][0]['path']}/runs"]
 
 
-@pytest.mark.parametrize(("codes", "starts"), [([85, 137, 143, 74, 75, 0], 6), ([85, 70, 0], 2), ([2, 0], 1), ([0], 1)])
-def test_the_restart_loops_start_again_after_what_a_start_can_mend(codes: list[int], starts: int) -> None:
-    """Those of docs/cloud.md, in a real shell, with a command that ends with these codes one after the other."""
+def restart_loops(command: str) -> list[str]:
+    """Those of docs/cloud.md, with another command that never waits."""
     text = (ROOT / "docs/cloud.md").read_text()
-    loops = re.findall(r"^ *until .*?^ *done$", text, re.DOTALL | re.MULTILINE)
+    loops = re.findall(r"^ *trap .*?^ *done$", text, re.DOTALL | re.MULTILINE)
     assert len(loops) == 2
-    command = re.compile(r"(?:\.venv/bin/)?python -m src\.cli[^;]*")
-    for loop in loops:
-        script = f"codes=({' '.join(map(str, codes))}); n=0; sleep() {{ :; }}; train() {{ return ${{codes[n++]}}; }}"
-        done = subprocess.run(
-            ["bash", "-c", f"{script}; trap 'echo $n' EXIT\n{command.sub('train', loop)}"],
-            capture_output=True,
-            text=True,
-        )
-        assert done.stdout.strip() == str(starts), loop
+    quick = "sleep() { :; }\n"
+    return [quick + re.sub(r"(?:\.venv/bin/)?python -m src\.cli[^&]*", f"{command} ", loop) for loop in loops]
+
+
+@pytest.mark.parametrize(("codes", "starts"), [([85, 137, 143, 74, 75, 0], 6), ([85, 70, 0], 2), ([2, 0], 1), ([0], 1)])
+def test_the_restart_loops_start_again_after_what_a_start_can_mend(
+    codes: list[int], starts: int, tmp_path: Path
+) -> None:
+    """In a real shell, with a command that ends with these codes one after the other; they end with the last one."""
+    for number, loop in enumerate(restart_loops("train")):
+        count, given = tmp_path / f"{number}", " ".join(map(str, codes))
+        train = f"codes=({given}); train() {{ echo >> '{count}'; return ${{codes[$(wc -l < '{count}') - 1]}}; }}\n"
+        done = subprocess.run(["bash", "-c", train + loop], capture_output=True, text=True)
+        assert (len(count.read_text()), done.returncode) == (starts, codes[starts - 1]), done.stderr
+
+
+def test_the_restart_loops_hand_a_signal_on(tmp_path: Path) -> None:
+    """A shell by itself would end and leave the training, or as a container's first process ignore the signal."""
+    for number, loop in enumerate(restart_loops("train")):
+        ready, heard = tmp_path / f"ready-{number}", tmp_path / f"heard-{number}"
+        act = f"trap 'touch {heard}; exit 85' TERM; touch {ready}; while true; do command sleep 0.1; done"
+        process = subprocess.Popen(["bash", "-c", f"train() {{ {act}; }}\n{loop}"])
+        until = time.monotonic() + 60
+        while not ready.exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == exit_codes.STOPPED
+        assert heard.exists()
 
 
 @pytest.mark.parametrize(
