@@ -14,7 +14,7 @@ from src.errors import AgreedError, TrippedError, UserError, from_settings, hint
 from src.memory import is_out_of_memory
 from src.out_of_memory import explain as explain_memory
 from src.ranks import lost_a_rank
-from src.strategies.launcher import ended_children
+from src.strategies.launcher import ended_badly
 
 
 def run_to_its_end(cli: Any) -> int:
@@ -38,10 +38,16 @@ def run_to_its_end(cli: Any) -> int:
     except Exception as error:
         facts = (cli.memory, cli.trainer, cli.model, cli.here, cli.settings, cli.again)
         code = explain_memory(error, *facts) or crash(error)
-        if code == exit_codes.LOST_A_RANK and (lost := ended_children(cli.trainer.strategy.launcher)):
-            print("; ".join(lost), file=sys.stderr)
-        return code
+        return _of_the_lost(cli.trainer.strategy.launcher) if code == exit_codes.LOST_A_RANK else code
     return cli.exit_code
+
+
+def _of_the_lost(launcher: object) -> int:
+    """The code of the rank that went away, where this one has started it: the command ends as that did."""
+    ended = ended_badly(launcher)
+    for rank, code in ended.items():
+        print(f"local rank {rank} ended with exit code {code}", file=sys.stderr)
+    return next((code for code in ended.values() if code != exit_codes.LOST_A_RANK), exit_codes.LOST_A_RANK)
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -10,7 +10,7 @@
 | 71  | the memory of a device or of the host did not suffice, on this rank or another | comes to the same |
 | 74  | nothing happened for `watchdog.minutes`, on some rank | may get on |
 | 75  | somebody trains the run, or the disk cannot be read or written right now | later |
-| 76  | another rank went away amid a collective operation; why, its own output or code says | by that |
+| 76  | another rank went away amid a collective operation; its own code says why | by that |
 | 85  | a signal asked it to stop: the state is saved, and STOPPED is in the run directory | goes on |
 | 130 | Ctrl-C | goes on from the newest checkpoint |
 | 137 | SIGKILL, by whomever | goes on from the newest checkpoint |

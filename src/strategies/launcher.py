@@ -1,7 +1,6 @@
 """Starts the other processes of a node, where no launcher has, and ends all when one has ended badly."""
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -35,14 +34,13 @@ class Launcher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
 
-def ended_children(launcher: object) -> list[str]:
-    """`local rank 1 was ended by SIGKILL`, of the processes that rank 0 has started and that ended badly."""
-    found = []
+def ended_badly(launcher: object) -> dict[int, int]:
+    """Of the processes that rank 0 has started: the exit codes of those that ended badly, by local rank."""
+    found = {}
     for rank, child in enumerate(getattr(launcher, "procs", []), 1):
         with suppress(subprocess.TimeoutExpired):
             if code := child.wait(LOOK):
-                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                found.append(f"local rank {rank} {how}")
+                found[rank] = code if code > 0 else 128 - code  # of a signal, as shells have it
     return found
 
 
