@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 TEXT = README[README.find("\n    make ") :]  # above the first command stand the project's own words
 DOCS = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
-COMMANDS = sorted(set(re.findall(r"python -m src\.cli ((?:fit|validate|test|predict) --[^#`\n;…]*)", TEXT + DOCS)))
+COMMANDS = sorted(set(re.findall(r"python -m src\.cli ((?:fit|validate|test|predict) --[^#`\n;&…]*)", TEXT + DOCS)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
