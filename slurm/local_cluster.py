@@ -30,7 +30,7 @@ NODES = ("n1", "n2", "n3", "n4")
 INSTALL = ("apt-get", "install", "-y", "slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch")
 PORT = 16817  # slurmctld's; the four nodes have the next four
-READY = {"idle", "mixed", "allocated", "completing"}  # a node that takes jobs, or will when it has done what it does
+READY = {"idle", "mixed", "allocated", "completing", "planned"}  # a node that takes jobs, or will when it has done what it does
 PATIENCE = 90  # seconds for all nodes to come up, on a slow machine
 
 
@@ -109,12 +109,13 @@ class LocalCluster:
                 if any(path.read_text() != text for path, text in files.items()):
                     print("note: it runs with older settings; make cluster-down, then up takes the new ones")
                 return False
-            self._write(files)
-            for name, command in self._daemons().items():
-                if name not in self.running():
-                    self._start(name, command)
+            missing = {name: command for name, command in self._daemons().items() if name not in self.running()}
+            if missing:  # else a node is on its way back, as from a job that has just ended
+                self._write(files)
+            for name, command in missing.items():
+                self._start(name, command)
             self._wait_until_ready()
-            return True
+            return bool(missing)
 
     def _files(self) -> dict[Path, str]:
         values = {
