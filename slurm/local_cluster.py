@@ -30,7 +30,7 @@ NODES = ("n1", "n2", "n3", "n4")
 INSTALL = ("apt-get", "install", "-y", "slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch")
 PORT = 16817  # slurmctld's; the four nodes have the next four
-READY = {"idle", "mixed", "allocated", "completing", "planned"}  # a node that takes jobs, or will when it has done what it does
+READY = {"idle", "mixed", "allocated", "completing", "planned"}  # takes jobs, or soon will
 PATIENCE = 90  # seconds for all nodes to come up, on a slow machine
 
 
