@@ -7,7 +7,7 @@ from lightning import Trainer
 
 from src import signals
 
-MOST_AHEAD = 50  # counts: how far a rank that becomes slow can put off the next question
+MOST_AHEAD = 100  # counts: how far a rank that becomes slow can put off the next question
 
 
 def largest(values: list[int], trainer: Trainer) -> list[int]:
