@@ -2,6 +2,7 @@
 
     python benchmarks/strategies.py --gpus 2 --shape 1.2B
     python benchmarks/strategies.py --gpus 1 --shape 85M --only ddp
+    python benchmarks/strategies.py --gpus 1 --only fsdp_full_shard    # over one rank: what the command adds to FSDP2
     python benchmarks/strategies.py --gpus 2 --shape 85M --recipe      # two GPUs against one, 0.5 M tokens a step
     python benchmarks/strategies.py --shape 1.2B --pretend 2 4 8       # memory on more GPUs than there are
 
@@ -73,7 +74,7 @@ def bare(shape: str, mode: str, pretended: int | None) -> None:
         block.compile(dynamic=False)
     model.loss = torch.compile(model.loss, dynamic=False)
     step: torch.nn.Module = Step(model)
-    if world > 1:
+    if grouped := world > 1 or mode != "ddp":
         torch.distributed.init_process_group(**_group(pretended))
         step = _distribute(step, model, mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
@@ -95,7 +96,7 @@ def bare(shape: str, mode: str, pretended: int | None) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         found = {"tokens": speed, "mfu": speed * flops / 989e12, "gib": torch.cuda.max_memory_allocated() / 2**30}
         print(json.dumps(found), flush=True)
-    if world > 1:
+    if grouped:
         torch.distributed.destroy_process_group()
 
 
@@ -160,17 +161,18 @@ def command(shape: str, gpus: int, options: list[str], samples: int | None = Non
 
 def run_bare(shape: str, gpus: int, mode: str, pretended: int | None = None) -> dict[str, Any]:
     """The bare loop in processes of its own."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    alone = gpus == 1 and mode == "ddp"  # without a process group, as the command
+    launcher = [] if alone else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     loop = [sys.executable, *launcher, __file__, "--shape", shape, "--bare", mode]
     loop += ["--pretend", str(pretended)] if pretended else []
     done = subprocess.run(loop, capture_output=True, text=True)
     return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
 
 
-def compare(shape: str, gpus: int, names: list[str]) -> None:
-    """A row for each strategy: the command, the bare loop, their ratio."""
+def compare(shape: str, gpus: int, names: list[str], rounds: int) -> None:
+    """A row for each strategy and round: the command, the bare loop, their ratio."""
     print("strategy | tokens/s per GPU | MFU | peak GiB | bare loop | its GiB | ratio", flush=True)
-    for name in names:
+    for name in [name for name in names for _ in range(rounds)]:
         ours = command(shape, gpus, OURS[name])
         loop = run_bare(shape, gpus, BARE[name]) if name in BARE else {}
         if error := ours.get("error") or loop.get("error"):
@@ -209,6 +211,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--shape", choices=SHAPES, default="1.2B")
     parser.add_argument("--only", nargs="*", choices=OURS, default=list(OURS))
+    parser.add_argument("--rounds", type=int, default=1, help="how often each pair is measured: ratios vary by a tenth")
     parser.add_argument("--recipe", action="store_true")
     parser.add_argument("--pretend", nargs="*", type=int)
     parser.add_argument("--bare", help=argparse.SUPPRESS)
@@ -220,7 +223,7 @@ def main() -> None:
         return pretend(arguments.shape, arguments.pretend, arguments.only)
     if arguments.recipe:
         return recipe(arguments.shape, arguments.gpus)
-    return compare(arguments.shape, arguments.gpus, arguments.only)
+    return compare(arguments.shape, arguments.gpus, arguments.only, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,27 @@ import torch
 
 from src.callbacks.throughput import peak_flops
 from src.checkpoint.compare import differences, outcome
+from src.strategies import NAMES
 from tests.commands import SMALL, TASK, TORCHRUN, cut_back, losses, only_run, read_json, rows, train, weights
 from tests.small_task import SmallModule
 
 pytestmark = pytest.mark.gpu
 ONE, TWO = (["--config", f"configs/h100_n1_gpu{count}.yaml"] for count in (1, 2))
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+OFFLOAD = ["--trainer.strategy", "src.strategies.FSDP", "--trainer.strategy.cpu_offload", "true"]
+# How a strategy may be varied -> its options.
+VARIED = {
+    **{name: ["--trainer.strategy", name] for name in NAMES[1:]},
+    "fsdp_full_shard compiled": ["--trainer.strategy", "fsdp_full_shard", "--compile", "true"],
+    "fsdp_full_shard recomputed": ["--trainer.strategy", "fsdp_full_shard", "--activation_checkpointing", "true"],
+    "fsdp_full_shard accumulated": ["--trainer.strategy", "fsdp_full_shard", "--micro_batch_size", "2"],
+    "ddp compiled": ["--trainer.strategy", "ddp", "--compile", "true"],
+    "ddp accumulated": ["--trainer.strategy", "ddp", "--micro_batch_size", "2"],
+    "offloaded": OFFLOAD,
+}
+# TF32 products round to 10 bits, and bf16 has 8: of losses about 2.
+CURVE = {"32-true": 2e-3, "bf16-mixed": 2e-2, "16-mixed": 2e-2}
+TWENTY = ["--trainer.max_steps", "20", "--trainer.val_check_interval", "20"]
 
 
 def test_one_gpu_trains_in_bf16_without_a_process_group(tmp_path: Path) -> None:
@@ -101,6 +116,26 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(shape: list[str], tmp_pa
     copy = cut_back(tmp_path / "whole/killed", 7, tmp_path / "again")
     assert "continues from step 7" in train(tmp_path / "again", *command).stdout
     assert list(differences(outcome(copy), outcome(tmp_path / "whole/killed"))) == []
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of twenty steps on one GPU without a strategy, in fp32."""
+    folder = tmp_path_factory.mktemp("expected")
+    train(folder, "fit", *ONE, *SMALL, *TWENTY, "--trainer.precision", "32-true")
+    return losses(only_run(folder))
+
+
+@pytest.mark.parametrize("shape", [pytest.param(ONE, id="one"), pytest.param(TWO, id="two", marks=two_gpus)])
+@pytest.mark.parametrize("precision", CURVE)
+@pytest.mark.parametrize("name", VARIED)
+def test_every_strategy_has_the_curve_of_one_gpu_in_fp32(
+    name: str, precision: str, shape: list[str], expected: list[float], tmp_path: Path
+) -> None:
+    """Over NCCL too each strategy and precision is the same mathematics, to the precision's own rounding."""
+    train(tmp_path, "fit", *shape, *SMALL, *TWENTY, *VARIED[name], "--trainer.precision", precision)
+    assert len(expected) == 20
+    assert losses(only_run(tmp_path)) == pytest.approx(expected, abs=CURVE[precision])
 
 
 @two_gpus
