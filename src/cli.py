@@ -22,31 +22,21 @@ import torch
 import yaml
 from jsonargparse import ActionYesNo, ArgumentError, Namespace
 from jsonargparse.typing import PositiveFloat
-from lightning import Callback, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from src import exit_codes, signals, stopped
 from src.agreement import agree
+from src.attach import Wanted, attach, watch
 from src.batching import in_micro_batches, stop_workers
 from src.callbacks.breaker_rules import BreakerSettings
-from src.callbacks.circuit_breaker import CircuitBreaker
 from src.callbacks.ema import EMA
-from src.callbacks.free_gradients import FreeGradients
-from src.callbacks.global_batch import GlobalBatch
-from src.callbacks.heartbeat import Heartbeat
-from src.callbacks.loss_scale import LossScale
 from src.callbacks.out_of_memory import OutOfMemory
 from src.callbacks.predictions import WritePredictions
 from src.callbacks.preemption import Preemption
-from src.callbacks.progress import Progress
-from src.callbacks.run_record import RunRecord
-from src.callbacks.throughput import Throughput
-from src.callbacks.watchdog import Watchdog
 from src.changes import ESSENTIAL
-from src.checkpoint.best import SaveBest
-from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, with_defaults
@@ -54,10 +44,8 @@ from src.endings import complain, crash, run_to_its_end
 from src.errors import NotSavedError, Stopped, UserError
 from src.files import write_text
 from src.hangs.debug import debug_collectives
-from src.hangs.dump import record_collectives
 from src.hangs.limit import WatchdogSettings, fit_timeouts
 from src.lock import release
-from src.loggers import keep_wandb_run, run_loggers
 from src.precision import BF16Mixed
 from src.preparation import prepare_environment, prepare_yaml, quieten
 from src.resolution import resolve
@@ -209,11 +197,16 @@ class ProjectCLI(LightningCLI):
         if own_precision := ours and self.here.precision.value == "bf16-mixed":
             plugins.append(BF16Mixed("bf16-mixed", "cuda" if self.here.shape.accelerator == "gpu" else "cpu"))
         own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
-        self.wants_progress = config.enable_progress_bar is not False and not own_bar
-        self.wants_checkpoints = config.enable_checkpointing is not False
-        self.wants_loggers = config.logger is not False
+        given = self.config_init[self.command]
+        self.wanted = Wanted(
+            progress=config.enable_progress_bar is not False and not own_bar,
+            loggers=config.logger is not False,
+            checkpoints=given.checkpoint if config.enable_checkpointing is not False else None,
+            breaker=given.breaker,
+        )
         # Lightning's Timer asks the other ranks in every step, and stops with an extra validation.
-        self.time_limit = Timer(config.max_time)._duration if config.max_time and self.wants_checkpoints else None
+        if config.max_time and self.wanted.checkpoints:
+            self.wanted.seconds = Timer(config.max_time)._duration
         limits = self._training_limits(config)
         counts = in_micro_batches(config.as_dict(), self.here.plan.accumulation) if self.here.plan else {}
         trainer = super().instantiate_trainer(
@@ -227,14 +220,14 @@ class ProjectCLI(LightningCLI):
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=own_bar,
             enable_model_summary=config.enable_model_summary is True,
-            max_time=None if self.time_limit else config.max_time,
+            max_time=None if self.wanted.seconds else config.max_time,
             **limits,
             **counts,
             **kwargs,
         )
-        timeout, watchdog = self.settings.collective_timeout_minutes, self.config_init[self.command].watchdog
-        self.hang_limit, notes = fit_timeouts(trainer.strategy, timeout, watchdog)
-        self.here.notes += [*notes, *choose_format(trainer.strategy, self.config_init[self.command].checkpoint.format)]
+        timeout = self.settings.collective_timeout_minutes
+        self.wanted.hang_limit, notes = fit_timeouts(trainer.strategy, timeout, given.watchdog)
+        self.here.notes += [*notes, *choose_format(trainer.strategy, given.checkpoint.format)]
         return trainer
 
     @staticmethod
@@ -297,7 +290,7 @@ class ProjectCLI(LightningCLI):
         size = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3  # weights and two Adam moments
         facts = start_facts(self.model, self.here, self.trainer, self.settings)
         # Beside the newest the best, and one that is being written: the old one goes when the new one is there.
-        count = self.settings.checkpoint.keep + 2 if self.wants_checkpoints else 0
+        count = self.settings.checkpoint.keep + 2 if self.wanted.checkpoints else 0
         choice = {"allowed": self.settings.allow_changed, "fresh": self.settings.fresh, "checkpoints": count}
         essentials = {name: facts[name] for name in ESSENTIAL}
         run = agree(
@@ -313,7 +306,9 @@ class ProjectCLI(LightningCLI):
             self.here.notes.append(f"--ckpt_path is not used: the run has checkpoints of its own, {run.checkpoint}")
         arguments["ckpt_path"] = run.checkpoint = run.checkpoint or start
         self.again = continue_command(self.argv, run)
-        record, end = self._attach(run, facts), "finished"
+        saves = str(self.wanted.checkpoints) if self.wanted.checkpoints else None
+        block = start_block(run, facts, self.here, self.settings, saves, self.again)
+        record, end = attach(self.trainer, run, self.wanted, facts, block, self.again), "finished"
         try:
             self.trainer.fit(**arguments)
             # A Timer that the user brought ends this start, too.
@@ -335,51 +330,6 @@ class ProjectCLI(LightningCLI):
             write_text(run.path / "DONE", f"{self.trainer.global_step}\n")
         print(f"run {run.folder} {end} at step {self.trainer.global_step}{again}")
 
-    def _attach(self, run: Run, facts: dict[str, Any]) -> RunRecord:
-        """Loggers, checkpoints and the rest that needs the run directory."""
-        keep_wandb_run(run, self.trainer.loggers)
-        if self.wants_loggers:
-            self.trainer.loggers = [*self.trainer.loggers, *run_loggers(run)]
-        loss, speed = GlobalBatch(), Throughput()
-        settings = self.config_init[self.command].checkpoint
-        saves = str(settings) if self.wants_checkpoints else None
-        block = start_block(run, facts, self.here, self.settings, saves, self.again)
-        record = RunRecord(run, facts, block, self.again, speed)
-        # The record comes first: its checks must precede everything else, and it must see every exception. Saving comes
-        # before the clock, which does not count it, and after the states that it saves. The breaker comes after what it
-        # hears and before saving, so that the end of a broken run is not saved.
-        callbacks: list[Callback] = [
-            *self._watch(run, record),
-            record,
-            Heartbeat(run.path),
-            FreeGradients(),
-            loss,
-            LossScale(),
-        ]
-        folder = run.path / "checkpoints"
-        rules = self.config_init[self.command].breaker
-        breaker = CircuitBreaker(rules, self.again, folder if self.wants_checkpoints else None)
-        if rules.enabled:
-            callbacks.append(breaker)
-        if self.wants_checkpoints:
-            since = breaker.running_since
-            newest = SaveNewest(folder, settings, {"loss": loss}, speed.restart_clock, self.time_limit, since)
-            preemption = Preemption(lambda: newest.first_save_seconds, saves=True)
-            callbacks += [preemption, newest, SaveBest(folder, settings, newest)]
-        else:
-            callbacks.append(Preemption())
-        callbacks += [speed, *([Progress(loss, speed)] if self.wants_progress else [])]
-        self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
-        return record
-
-    def _watch(self, run: Run, record: RunRecord | None = None) -> list[Callback]:
-        """The watchdog, where it is wanted; it comes before whatever may hang."""
-        record_collectives(run.path)
-        if self.hang_limit is None:
-            return []
-        tell = None if record is None else lambda text: record.write(self.trainer, "hung", text)
-        return [Watchdog(self.hang_limit, run.path, tell, self.again)]
-
     def _evaluate(self, arguments: dict[str, Any]) -> None:
         model, path = yaml.safe_load(self.config_text).get("model"), arguments["ckpt_path"]
         if path in ("best", "last"):
@@ -395,7 +345,8 @@ class ProjectCLI(LightningCLI):
         self.again = continue_command(self.argv, run)
         if not any(isinstance(callback, EMA) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             self.trainer.callbacks += [EMA()]  # type: ignore[attr-defined]  # a file's average is what is evaluated
-        self.trainer.callbacks += [*self._watch(run), Preemption()]  # type: ignore[attr-defined]
+        watchers = watch(self.trainer, run, self.wanted, self.again)
+        self.trainer.callbacks += [*watchers, Preemption()]  # type: ignore[attr-defined]
         if self.command == "predict":
             arguments["return_predictions"] = False
             self.trainer.callbacks += [WritePredictions(run.path / "predictions.pt")]  # type: ignore[attr-defined]
