@@ -53,7 +53,7 @@ from src.run import Run, find_run, open_run
 from src.start import block as start_block
 from src.start import continue_command
 from src.start import facts as start_facts
-from src.strategies import DDP, NAMES
+from src.strategies import is_ours
 from src.strategies.fsdp import choose_format
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from src.trainer import ProjectTrainer
@@ -193,7 +193,7 @@ class ProjectCLI(LightningCLI):
         ]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(WholeFiles())
-        ours = self.here.strategy in NAMES or isinstance(config.strategy, DDP)
+        ours = is_ours(self.here.strategy if isinstance(self.here.strategy, str) else config.strategy)
         if own_precision := ours and self.here.precision.value == "bf16-mixed":
             plugins.append(BF16Mixed("bf16-mixed", "cuda" if self.here.shape.accelerator == "gpu" else "cpu"))
         own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)

@@ -60,6 +60,8 @@ def _exit_code(stop: SystemExit) -> int:
 
 def crash(error: Exception) -> int:
     """One line for what is not the code's fault, else the traceback and what may help."""
+    if isinstance(error.__cause__, UserError):  # jsonargparse puts a page around what a class's __init__ says
+        return complain(error.__cause__)
     if is_out_of_memory(error):
         traceback.print_exc()
         print("out of memory while the model and the data were built", file=sys.stderr)

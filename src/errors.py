@@ -55,14 +55,12 @@ def from_settings(error: Exception) -> bool:
     if not isinstance(error, MisconfigurationException | ValueError | TypeError | RuntimeError | ArithmeticError):
         return False
     here = Path(__file__).parent
-    known = (
-        Path(lightning.__file__).parent,
-        Path(jsonargparse.__file__).parent,
-        here / "cli.py",
-        here / "trainer.py",
-    )
+    theirs = (Path(lightning.__file__).parent, Path(jsonargparse.__file__).parent)
+    ours = [here / name for name in ("cli.py", "endings.py", "trainer.py", "checkpoint", "strategies")]  # on the way
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    return all(any(file.is_relative_to(place) for place in known) for file in frames if file.name != "contextlib.py")
+    frames = [file for file in frames if file.name not in ("contextlib.py", "functools.py")]
+    known = all(any(file.is_relative_to(place) for place in (*theirs, *ours)) for file in frames)
+    return known and any(frames[-1].is_relative_to(place) for place in theirs)
 
 
 def hint(error: BaseException) -> str | None:
@@ -77,6 +75,12 @@ def hint(error: BaseException) -> str | None:
         return (
             "under 16-mixed a fused optimizer takes the loss scale out by itself, after gradients have been clipped. "
             "What works: --trainer.precision bf16-mixed, or the optimizer without fused=True, or no gradient_clip_val"
+        )
+    if "got mixed torch.Tensor and DTensor" in text or "setStorage" in text:
+        return (
+            "fsdp has a unit's weights whole only while that unit's forward pass is called and, where the step "
+            "does its backward passes by itself, the root's until the first of them. Call the module that owns them "
+            "instead of using them from outside, make that module a unit (BLOCKS), or use --trainer.strategy ddp"
         )
     if "connectFullMesh" in text:
         return (

@@ -18,9 +18,12 @@ def task_name(model: LightningModule) -> str:
 
 
 def strategy_name(strategy: object) -> str:
-    """Its name where it has one, else its class."""
+    """Its name where it has one, else its class and what it was given."""
     if strategy == "auto":
         return "one device, no process group"
+    if isinstance(strategy, Namespace):  # as a configuration has it
+        given = {key: value for key, value in (strategy.get("init_args") or {}).items() if value not in (None, False)}
+        return f"{class_name(strategy)}({', '.join(f'{key}={value}' for key, value in given.items())})"
     return strategy if isinstance(strategy, str) else type(strategy).__name__
 
 

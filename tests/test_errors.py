@@ -8,8 +8,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from src.cli import main
 from src.errors import UserError, from_settings, hint
 from src.strategies import NAMES
+from tests.commands import CPU, SMALL
 from tests.tiny import Line, loaders, quiet_trainer
 
 
@@ -94,3 +96,33 @@ def test_a_setting_that_lightning_refuses_is_no_crash():
 
 def raised_in_user_code() -> int:
     raise ValueError("a module's own")
+
+
+def test_weights_that_fsdp_has_not_gathered_are_explained():
+    """What PyTorch says where a unit's weights are used from outside of it leads nowhere by itself."""
+    text = hint(RuntimeError("aten.mm.default: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor"))
+    assert text is not None
+    assert "BLOCKS" in text
+    assert "--trainer.strategy ddp" in text
+
+
+@pytest.mark.usefixtures("run_root")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--trainer.val_check_interval", "1000"], "val_check_interval"),
+        (["--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor", "val/nothing"], "val/nothing"),
+        (
+            ["--trainer.callbacks+", "src.callbacks.ema.EMA", "--trainer.callbacks.decay", "1.5"],
+            "the decay of EMA is 1.5",
+        ),
+    ],
+)
+def test_a_setting_that_is_refused_late_is_one_line(given, said, capfd):
+    """By Lightning once training is being set up, or by the __init__ of a class in the configuration."""
+    assert main(["fit", *CPU, *SMALL, "--trainer.val_check_interval", "4", "--trainer.max_epochs", "1", *given]) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("warning")]
+    assert len([line for line in lines if line.startswith("error: ")]) == 1
+    assert said in lines[-1]
+    assert "Traceback" not in "".join(lines)
+    assert "Union" not in lines[-1]

@@ -35,6 +35,31 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), self.lr)
 
 
+class Pair(Line):
+    """Two weights, each with an optimizer, that the step uses one after the other; the first's gradient may overflow.
+
+    Args:
+        bad: batches in which it does
+
+    """
+
+    def __init__(self, bad: set[int]) -> None:
+        super().__init__()
+        self.other, self.bad = torch.nn.Parameter(torch.zeros(1)), bad
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for weight, optimizer in zip((self.weight, self.other), optimizers, strict=True):
+            loss = (weight * batch - 1).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss * float("inf") if weight is self.weight and batch_idx in self.bad else loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([weight], self.lr) for weight in (self.weight, self.other)]
+
+
 class Rows(Logger):
     """Remembers what was logged: `rows` is a list of (step, metrics)."""
 

@@ -69,10 +69,16 @@ class CircuitBreaker(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:  # noqa: D102
         scale = current_scale(trainer)
         if scale is not None:
+            self._note_skip(scale)  # of another optimizer in the same step
             self._scale = scale.clone()
         elif self.settings.nonfinite and (largest := largest_gradient(optimizer)) is not None:
             before = self._row.get(GRADIENT)
             self._row[GRADIENT] = largest if before is None else torch.maximum(torch.as_tensor(before), largest)
+
+    def _note_skip(self, scale: Tensor) -> None:
+        if self._scale is not None:
+            skipped, before = (scale < self._scale).float(), self._row.get(SKIPPED)
+            self._row[SKIPPED] = skipped if before is None else torch.maximum(torch.as_tensor(before), skipped)
 
     def on_train_batch_end(  # noqa: D102
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
@@ -85,8 +91,8 @@ class CircuitBreaker(Callback):
         if trainer.global_step == self._step:
             return  # a pass of a step that is not done
         scale = current_scale(trainer)
-        if scale is not None and self._scale is not None:
-            self._row[SKIPPED] = (scale < self._scale).float()
+        if scale is not None:
+            self._note_skip(scale)
         self._step, self._scale = trainer.global_step, None
         self._rows.append((self._step, self._row))
         self._row = {}

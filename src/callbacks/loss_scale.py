@@ -19,17 +19,19 @@ class LossScale(Callback):
         self._before: Tensor | None = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:  # noqa: D102
-        scale = current_scale(trainer)
+        self._compare(scale := current_scale(trainer))  # with what it was before another optimizer's step
         self._before = None if scale is None else scale.clone()
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
-        scale = current_scale(trainer)
-        if scale is None or self._before is None:
-            return
-        self._skipped = self._skipped + (scale < self._before).float()
+        scale, stepped = current_scale(trainer), self._before is not None
+        self._compare(scale)
         self._before = None
-        if row_is_due(trainer):
+        if scale is not None and stepped and row_is_due(trainer):
             write_row(trainer, {"fp16/scale": float(scale), "fp16/skipped_steps": float(self._skipped)})
+
+    def _compare(self, scale: Tensor | None) -> None:
+        if scale is not None and self._before is not None:
+            self._skipped = self._skipped + (scale < self._before).float()
 
     def state_dict(self) -> dict[str, float]:  # noqa: D102
         return {"skipped": float(self._skipped)}

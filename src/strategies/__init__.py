@@ -12,6 +12,8 @@ Every one trains in 32-true, bf16-mixed, bf16-true and 64-true; 16-mixed and 16-
 gloo takes a network interface that other nodes do not reach, GLOO_SOCKET_IFNAME names another.
 """
 
+from typing import Any
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from src.errors import UserError
@@ -19,58 +21,45 @@ from src.ranks import gather_objects as gather_objects
 from src.strategies.ddp import DDP, NoShard
 from src.strategies.fsdp import FSDP
 
-# gradient_as_bucket_view saves one copy of the gradients; find_unused_parameters costs a graph walk per step.
-StrategyRegistry.register("ddp", DDP, "one replica per device", override=True, gradient_as_bucket_view=True)
-StrategyRegistry.register(
-    "ddp_find_unused",
-    DDP,
-    "ddp for models that skip some parameters in some steps",
-    override=True,
-    gradient_as_bucket_view=True,
-    find_unused_parameters=True,
-)
+# What each name means. gradient_as_bucket_view saves one copy of the gradients; find_unused_parameters, for models that
+# skip some parameters in some steps, costs a graph walk per step.
+OURS: dict[str, tuple[type[DDP], dict[str, Any]]] = {
+    "ddp": (DDP, {"gradient_as_bucket_view": True}),
+    "ddp_find_unused": (DDP, {"gradient_as_bucket_view": True, "find_unused_parameters": True}),
+    "fsdp_full_shard": (FSDP, {}),
+    "fsdp_shard_grad_op": (FSDP, {"reshard_after_forward": False}),
+    "fsdp_no_shard": (NoShard, {"gradient_as_bucket_view": True}),
+    "fsdp_hybrid_shard": (FSDP, {"ranks_per_shard": "node"}),
+}
+for _name, (_class, _settings) in OURS.items():
+    StrategyRegistry.register(_name, _class, str(_class.__doc__).partition("\n")[0], override=True, **_settings)
 
-StrategyRegistry.register(
-    "fsdp_no_shard", NoShard, "ddp, as PyTorch itself now says", override=True, gradient_as_bucket_view=True
-)
-StrategyRegistry.register("fsdp_full_shard", FSDP, "parameters, gradients and optimizer in parts", override=True)
-StrategyRegistry.register(
-    "fsdp_shard_grad_op",
-    FSDP,
-    "parameters whole from forward to backward",
-    override=True,
-    reshard_after_forward=False,
-)
-StrategyRegistry.register(
-    "fsdp_hybrid_shard",
-    FSDP,
-    "in parts over a node, replicated over nodes",
-    override=True,
-    ranks_per_shard="node",
-)
+NAMES = ("auto", *OURS)
+# What Lightning's messages tell people to write.
+SAME = {"ddp_find_unused_parameters_true": "ddp_find_unused", "ddp_find_unused_parameters_false": "ddp"}
 
-NAMES = (
-    "auto",
-    "ddp",
-    "ddp_find_unused",
-    "fsdp_full_shard",
-    "fsdp_shard_grad_op",
-    "fsdp_no_shard",
-    "fsdp_hybrid_shard",
-)
+
+def is_ours(strategy: object) -> bool:
+    """Whether a name or an object is a strategy of this package, or of a subclass that somebody has registered."""
+    if isinstance(strategy, str):
+        return strategy == "auto" or issubclass(StrategyRegistry[strategy]["strategy"], DDP)
+    return isinstance(strategy, DDP)
 
 
 def resolve_strategy(requested: object, world_size: int) -> object:
     """`auto` is one device without a process group, or ddp; strategy objects and Lightning's other names pass.
 
     Raises:
-        UserError: a name that is not registered.
+        UserError: a name that is not registered, or one whose processes are copies of this one.
 
     """
     if not isinstance(requested, str):
         return requested
     if requested == "auto":
         return "auto" if world_size == 1 else "ddp"
+    if requested.startswith("ddp_") and any(way in requested for way in ("spawn", "fork", "notebook")):
+        raise UserError(f"trainer.strategy {requested} is for notebooks, a command starts its processes anew: use ddp")
+    requested = SAME.get(requested, requested)
     if requested not in StrategyRegistry.available_strategies():
         raise UserError(f"trainer.strategy {requested!r} is unknown; use one of {', '.join(NAMES)}")
     return requested

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from src.errors import AgreedError
 from src.strategies.launcher import Launcher
@@ -33,7 +34,34 @@ class DDP(DDPStrategy):
     def configure_ddp(self) -> None:
         """A single process reduces nothing: unwrapped it saves a copy of the gradients and 2 to 4 % of the time."""
         if self.world_size > 1:
+            assert self.lightning_module is not None
+            self._parameters = dict(self.lightning_module.named_parameters())
+            self._trained = self._requiring()
             super().configure_ddp()
+
+    def _requiring(self) -> list[str]:
+        return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Wrap anew what has been frozen or unfrozen since, as fine-tuning does.
+
+        PyTorch reduces the gradients of those parameters that wanted one when it wrapped: what is unfrozen later would
+        become another on every rank, and of what is frozen it would miss a gradient.
+        """
+        if (
+            not isinstance(self.model, DistributedDataParallel)
+            or (now := self._requiring()) == self._trained
+            or not now
+        ):
+            return
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                continue
+            parameter.grad = parameter.grad.clone()  # of earlier micro batches; it lay in the old wrap's buckets
+            if not parameter.requires_grad:  # the new one will not reduce it, and the optimizer still uses it
+                parameter.grad = self.reduce(parameter.grad)
+        self.model = self.model.module
+        self.configure_ddp()
 
     def setup(self, trainer: Trainer) -> None:  # noqa: D102
         self.refuse_sync_batchnorm(trainer)
@@ -58,9 +86,9 @@ class DDP(DDPStrategy):
         """Lightning replaces PyTorch's text on parameters without a gradient, which has their numbers."""
         found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(exception))
         super().on_exception(exception)
-        if found and self.lightning_module is not None:
-            names = [name for name, part in self.lightning_module.named_parameters() if part.requires_grad]
-            exception.add_note(f"without a gradient: {', '.join(names[int(number)] for number in found[1].split())}")
+        if found:
+            names = [self._trained[int(number)] for number in found[1].split()]
+            exception.add_note(f"without a gradient: {', '.join(names)}")
 
     # --- the process group ---
 

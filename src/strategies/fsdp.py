@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning import Trainer
@@ -22,14 +22,14 @@ from torch.distributed.fsdp import (
 
 from src.checkpoint.files import is_of_a_run
 from src.checkpoint.write import WholeFiles
-from src.errors import AgreedError
+from src.errors import AgreedError, UserError
 from src.ranks import gather_objects
 from src.strategies.ddp import DDP
 from src.strategies.forward import as_forward, before_backward
 from src.strategies.full_state import full, in_parts, like, optimizer_like
 from src.strategies.notes import unit_notes
-from src.strategies.parts import free, kept_buffers, refuse_scalars, sharded, start_equal
-from src.strategies.wrapping import find_units
+from src.strategies.parts import free, kept_buffers, refuse_what_cannot_be_cut, sharded, start_equal
+from src.strategies.wrapping import find_units, norms_in_fp32
 
 # What Lightning calls on a module directly, where hooks on its forward would not see it.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -74,6 +74,8 @@ class FSDP(DDP):
     ) -> None:
         super().__init__(**kwargs)
         self.reshard_after_forward, self.ranks_per_shard = reshard_after_forward, ranks_per_shard
+        if reduce_dtype not in get_args(Reduce):
+            raise UserError(f"reduce_dtype is {reduce_dtype!r}: use one of {', '.join(get_args(Reduce))}")
         self.reduce_dtype, self.cpu_offload = getattr(torch, reduce_dtype), cpu_offload
         self.sync_every_micro_batch = sync_every_micro_batch
         self.sharded_files = False
@@ -108,7 +110,7 @@ class FSDP(DDP):
 
     def _shard(self, module: nn.Module) -> None:
         mesh = self.mesh()
-        refuse_scalars(module)
+        refuse_what_cannot_be_cut(module)
         start_equal(module, self.root_device)
         settings: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy()}
         offload = self.cpu_offload and self.root_device.type != "cpu"  # it pins memory, which takes an accelerator
@@ -116,6 +118,10 @@ class FSDP(DDP):
         units = find_units(module)
         for note in self._notes(module, units) if self.is_global_zero else ():
             print(note, flush=True)
+        if settings["mp_policy"].param_dtype is not None:
+            whole = MixedPrecisionPolicy(None, self.reduce_dtype, cast_forward_inputs=False)
+            for norm in norms_in_fp32(module, self.root_device.type):
+                fully_shard(norm, reshard_after_forward=False, **settings | {"mp_policy": whole})
         for name, unit in units:
             fully_shard(unit, reshard_after_forward=self.reshard_after_forward, **settings)
             self.units.append(name)
@@ -142,17 +148,20 @@ class FSDP(DDP):
 
         """
         kind, world = self.root_device.type, self.world_size
-        size = self.num_processes if self.ranks_per_shard == "node" else self.ranks_per_shard or world
+        size = world if self.ranks_per_shard is None else self.ranks_per_shard
+        size = self.num_processes if size == "node" else size
         if size == world:
             return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
-        if size < 1 or world % size:
-            raise AgreedError(f"ranks_per_shard is {size}, which does not divide the {world} ranks: use a divisor")
+        if not isinstance(size, int) or size < 1 or world % size:
+            raise AgreedError(f"ranks_per_shard is {size!r}: use a divisor of the {world} ranks, or node")
         return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
 
     def _notes(self, module: nn.Module, units: list[tuple[str, nn.Module]]) -> list[str]:
         notes = unit_notes(module, units)
         if self.ranks_per_shard == "node" and self.num_nodes == 1:
             notes.append("note: on one node fsdp_hybrid_shard is fsdp_full_shard")
+        if self.precision_plugin.precision == "64-true" and self.reduce_dtype != torch.float32:
+            notes.append(f"warning: reduce_dtype {self.reduce_dtype} has no effect: 64-true adds gradients in 64 bits")
         return notes
 
     def _policy(self) -> MixedPrecisionPolicy:

@@ -4,23 +4,37 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from src.errors import AgreedError
 
 
-def refuse_scalars(module: nn.Module) -> None:
-    """Every parameter needs a dimension to be cut along.
+def refuse_what_cannot_be_cut(module: nn.Module) -> None:
+    """Every parameter needs a value, a dimension to be cut along, and real numbers; gradients must be dense.
 
     Raises:
         AgreedError: names those that have none.
 
     """
-    names = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
-    if names:
-        raise AgreedError(
-            f"fsdp cuts parameters along their first dimension and {', '.join(names[:3])} has none: make it a vector "
-            "of one number (torch.zeros(1)), or use --trainer.strategy ddp"
-        )
+    parameters = dict(module.named_parameters())
+    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    reasons = {
+        "has no value yet; give it its sizes (lazy modules: run one batch in __init__)": [
+            name for name, value in parameters.items() if isinstance(value, UninitializedParameter) or value.is_meta
+        ],
+        "has no dimension to be cut along: make it a vector of one number (torch.zeros(1))": [
+            name
+            for name, value in parameters.items()
+            if not isinstance(value, UninitializedParameter) and not value.dim()
+        ],
+        "is complex: keep it as real numbers (torch.view_as_real)": [
+            name for name, value in parameters.items() if value.is_complex()
+        ],
+        "has sparse gradients: leave sparse=True out": sparse,
+    }
+    for reason, names in reasons.items():
+        if names:
+            raise AgreedError(f"fsdp: {', '.join(names[:3])} {reason}, or use --trainer.strategy ddp")
 
 
 def start_equal(module: nn.Module, device: torch.device) -> None:

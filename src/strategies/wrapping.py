@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from src.errors import UserError
@@ -39,6 +40,17 @@ def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(names[unit], unit) for unit in units if not _shares(unit, model)]
 
 
+def norms_in_fp32(model: nn.Module, device: str) -> list[nn.Module]:
+    """Norms whose kernels refuse weights of 16 bits beside statistics or inputs of 32: small units of their own.
+
+    On GPUs those with running statistics; autocast feeds the others 32 bits there, but not on CPUs.
+    """
+    kinds = (_NormBase,) if device == "cuda" else (_NormBase, nn.LayerNorm, nn.GroupNorm)
+    sharded = {part for module in model.modules() if isinstance(module, FSDPModule) for part in module.modules()}
+    norms = [module for module in model.modules() if isinstance(module, kinds) and module not in sharded]
+    return [norm for norm in norms if next(norm.parameters(), None) is not None and not _shares(norm, model)]
+
+
 def _by_size(model: nn.Module) -> list[nn.Module]:
     """Outer ones first. Attention reads its projection's weights without calling it, a list is never called at all."""
     found: list[nn.Module] = []
@@ -49,7 +61,7 @@ def _by_size(model: nn.Module) -> list[nn.Module]:
         within = {id(parameter) for child in inner for parameter in child.parameters()}
         own = [parameter for parameter in module.parameters() if id(parameter) not in within]
         left = sum(parameter.numel() for parameter in own) + sum(visit(child) for child in inner)
-        if left < UNIT or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if left < UNIT or isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
             return left
         found.append(module)
         return 0

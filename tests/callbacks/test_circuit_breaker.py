@@ -19,7 +19,7 @@ from src.checkpoint.choose import newest
 from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.errors import TrippedError, UserError
-from tests.tiny import Line, loader, quiet_trainer
+from tests.tiny import Line, Pair, loader, quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
@@ -218,6 +218,15 @@ def test_a_loss_scaler_may_skip_for_a_while(fit, last, trips):
     step, said = fit(module, {"steps": 2, "fp16_skips": 7}, plugins=scaled, callbacks=[GlobalBatch()])
     assert step == (9 if trips else None)
     assert ("the fp16 loss scaler skipped 7 optimizer steps in a row" in said) == trips
+
+
+def test_one_of_two_optimizers_may_not_skip_for_ever(fit):
+    """Though the other one finds a scale that works."""
+    scaled = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
+    _, said = fit(
+        Pair(bad=set(range(3, 40))), {"fp16_skips": 7}, plugins=scaled, callbacks=[GlobalBatch()], max_steps=80
+    )
+    assert "the fp16 loss scaler skipped 7 optimizer steps in a row" in said
 
 
 @pytest.mark.parametrize(("last", "trips"), [(14, 14), (13, None)])

@@ -1,5 +1,8 @@
+from typing import Any
+
 import pytest
 import torch
+from lightning import Callback, Trainer
 from torch import Tensor
 
 from src.callbacks.free_gradients import FreeGradients
@@ -23,6 +26,19 @@ class LooksAtZero(Looks):
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Only being there matters."""
+
+
+def test_a_callback_that_looks_at_gradients_before_they_are_zeroed_finds_them() -> None:
+    """As it would without ours."""
+    seen = []
+
+    class Watching(Callback):
+        def on_before_zero_grad(self, trainer: Trainer, pl_module: Any, optimizer: object) -> None:
+            seen.append(pl_module.weight.grad is not None)
+
+    trainer = quiet_trainer(callbacks=[FreeGradients(), Watching()], max_epochs=1)
+    trainer.fit(Line(), loader(trainer, torch.linspace(-1, 1, 6)[:, None], 1, train=True))
+    assert seen == [False] + [True] * 5
 
 
 @pytest.mark.parametrize(

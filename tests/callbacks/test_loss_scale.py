@@ -3,7 +3,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from src.callbacks.loss_scale import LossScale
-from tests.tiny import Line, loader, quiet_trainer
+from tests.tiny import Line, Pair, loader, quiet_trainer
 
 
 @pytest.fixture
@@ -52,6 +52,14 @@ def test_a_step_is_an_optimizer_step(fit, rows):
     """With accumulation a step with several infinite losses is one skipped step."""
     fit({2}, LossScale(), accumulation=3)
     assert rows.curve("fp16/skipped_steps") == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
+
+
+def test_a_step_that_one_of_two_optimizers_skips_is_counted():
+    """Whichever of them it is, and though the other one's step comes after it."""
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    trainer = quiet_trainer(callbacks=[callback := LossScale()], max_epochs=1, plugins=[scaled])
+    trainer.fit(Pair(bad={1, 2, 4}), loader(trainer, torch.full((6, 1), 0.5), 1, train=True))
+    assert callback.state_dict() == {"skipped": 3.0}
 
 
 def test_the_count_survives_a_restart(fit, rows):

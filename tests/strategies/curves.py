@@ -58,6 +58,8 @@ class Net(LightningModule):
         twice: bool = False,
         sharded: bool = False,
         manual: bool = False,
+        thaws_at: int = -1,
+        layer_norm: bool = False,
     ) -> None:
         super().__init__()
         self.letters, self.head = nn.Embedding(LETTERS, WIDTH), nn.Linear(WIDTH, LETTERS)
@@ -69,8 +71,12 @@ class Net(LightningModule):
         if frozen:
             self.blocks[0].requires_grad_(False)
             self.letters.requires_grad_(False)
+        if thaws_at >= 0:
+            self.blocks[0].requires_grad_(False)
+        self.thaws_at = thaws_at
         self.scale = nn.Parameter(torch.full((2, 3), 0.5).t()) if direct else None  # transposed too
         self.norm = nn.BatchNorm1d(WIDTH) if norm else None
+        self.layer_norm = nn.LayerNorm(WIDTH) if layer_norm else None
         self.register_buffer("shift", torch.tensor(1 / 3, dtype=torch.float64) if double else None)
         self.flat, self.twice, self.make, self.sharded = flat, twice, optimizer, sharded
         self.unseen = manual or direct  # its steps do not go through what hooks on a forward pass see
@@ -100,7 +106,15 @@ class Net(LightningModule):
             x = (x + self.shift).float()
         if self.norm is not None:
             x = self.norm(x.float().transpose(1, 2)).transpose(1, 2)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x.float())
         return self.head(self.blocks(x))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """As fine-tuning does: one part is trained from some batch on, and another one is not any more."""
+        if batch_idx == self.thaws_at:
+            self.blocks[0].requires_grad_(True)
+            self.blocks[1].requires_grad_(False)
 
     def loss(self, batch: Any) -> Tensor:
         letters, numbers = batch
@@ -135,7 +149,8 @@ class Net(LightningModule):
         self.norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make([parameter for parameter in self.parameters() if parameter.requires_grad])
+        thaws = self.thaws_at >= 0
+        return self.make([parameter for parameter in self.parameters() if parameter.requires_grad or thaws])
 
 
 class Samples(torch.utils.data.Dataset):
@@ -183,6 +198,8 @@ CASES = {
     "reduced_each_pass": Case(trainer={"accumulate_grad_batches": 3}, fsdp={"sync_every_micro_batch": True}),
     "tied": Case({"tied": True}),
     "frozen": Case({"frozen": True}),
+    "thawed": Case({"thaws_at": 4}),
+    "thawed_within_a_step": Case({"thaws_at": 13}, {"accumulate_grad_batches": 3}),
     "unused": Case({"unused": True}),
     "checkpointed": Case(change=checkpoint_activations),
     "cpu_offload": Case(trainer={"gradient_clip_val": 0.3}, fsdp={"cpu_offload": True}),
@@ -198,6 +215,7 @@ CASES = {
     "manual": Case({"manual": True}),
     "validated": Case(trainer={"val_check_interval": 5, "num_sanity_val_steps": 2}),
     "norm": Case({"norm": True}, {"val_check_interval": 5, "num_sanity_val_steps": 0}),
+    "layer_norm": Case({"layer_norm": True}),
     "sharded_before": Case({"sharded": True}),
     "compiled": Case(change=compile_blocks),
 }

@@ -3,7 +3,7 @@
 import copy
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning import LightningModule
@@ -122,12 +122,32 @@ def run(folder: Path, kind: str, strategy: str, rank: int, world: int, begin: Pa
     }
 
 
+class Odd(LightningModule):
+    """Holds `odd`, and is refused before it trains."""
+
+    def __init__(self, odd: nn.Module) -> None:
+        super().__init__()
+        self.odd = odd
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        raise AssertionError("not refused")
+
+    def configure_optimizers(self) -> None:
+        """None is needed."""
+
+
 def refusals(world: int) -> dict[str, str]:
     """What FSDP says to what it cannot do."""
     said = {}
     for name, module, strategy in (
         ("scalar", Uneven("adamw", scalar=True), FSDP()),
         ("mesh", Uneven("adamw"), FSDP(ranks_per_shard=3)),
+        ("none", Uneven("adamw"), FSDP(ranks_per_shard=0)),
+        ("word", Uneven("adamw"), FSDP(ranks_per_shard=cast(Any, "nodes"))),
+        ("sparse", Odd(nn.Embedding(4, 2, sparse=True)), FSDP()),
+        ("lazy", Odd(nn.LazyLinear(2)), FSDP()),
+        ("meta", Odd(nn.Linear(2, 2, device="meta")), FSDP()),
+        ("complex", Odd(nn.Linear(2, 2, dtype=torch.complex64)), FSDP()),
     ):
         trainer = quiet_trainer(strategy=strategy, devices=world, plugins=[TorchElasticEnvironment()], max_steps=1)
         try:

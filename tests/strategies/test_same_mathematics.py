@@ -19,9 +19,9 @@ NORM = {"32-true": 1e-5, "bf16-mixed": 4e-2}
 WEIGHT = {"32-true": 1e-5, "bf16-mixed": 4e-2}
 
 ADDED = [name for name in curves.CASES if name not in ("plain", "compiled")]
-IN_BF16 = ("clip_norm", "accumulate_3", "flat", "direct", "twice_checkpointed", "groups")
+IN_BF16 = ("clip_norm", "accumulate_3", "flat", "direct", "twice_checkpointed", "groups", "layer_norm")
 OF_FSDP = ("reduced_each_pass", "cpu_offload", "sharded_before")  # under ddp they are others again
-GRAD_OP = ("accumulate_3", "tied", "twice_checkpointed", "validated", "clip_norm")
+GRAD_OP = ("accumulate_3", "thawed", "tied", "twice_checkpointed", "validated", "clip_norm")
 
 
 def runs_of(world: int) -> list[Run]:
@@ -40,7 +40,8 @@ def runs_of(world: int) -> list[Run]:
         *plain,
         *[(name, "ddp_find_unused" if name == "unused" else "ddp", "32-true") for name in ADDED if name not in OF_FSDP],
         *[(name, "fsdp_full_shard", "32-true") for name in [*ADDED, "compiled"]],
-        *[(name, "fsdp_full_shard", "bf16-mixed") for name in IN_BF16],
+        *[(name, "fsdp_full_shard", "bf16-mixed") for name in (*IN_BF16, "norm")],
+        *[("norm", "ddp", "bf16-mixed"), ("thawed", "ddp_find_unused", "32-true")],
         *[(name, "fsdp_shard_grad_op", "32-true") for name in GRAD_OP],
     ]
 

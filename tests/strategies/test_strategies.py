@@ -1,13 +1,15 @@
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from jsonargparse import Namespace
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from src.checkpoint.write import WholeFiles
 from src.errors import UserError
-from src.strategies import DDP, FSDP, NAMES, resolve_strategy
+from src.start import strategy_name
+from src.strategies import DDP, FSDP, NAMES, is_ours, resolve_strategy
 from src.strategies.fsdp import choose_format
 from tests.tiny import Line, quiet_trainer
 
@@ -143,3 +145,48 @@ def test_ddp_in_a_single_process_goes_without_the_wrap():
     finally:
         torch.distributed.destroy_process_group()
     assert seen == [True]
+
+
+def test_the_names_in_lightnings_messages_are_ours():
+    """What Lightning tells people to write where parameters are unused gets this project's DDP, too."""
+    assert resolve_strategy("ddp_find_unused_parameters_true", 2) == "ddp_find_unused"
+
+
+@pytest.mark.parametrize("name", ["ddp_spawn", "ddp_fork_find_unused_parameters_true", "ddp_notebook"])
+def test_processes_that_are_copies_are_refused(name):
+    """A command cannot be copied into another process: one line says which name can be used."""
+    with pytest.raises(UserError, match=f"{name} is for notebooks.*use ddp"):
+        resolve_strategy(name, 2)
+
+
+def test_a_strategy_that_somebody_registers_is_treated_as_ours():
+    """A subclass under a new name has our precision and launcher; Lightning's own strategies have not."""
+    StrategyRegistry.register("mine", type("Mine", (DDP,), {}))
+    try:
+        assert [is_ours(name) for name in ("mine", "auto", *NAMES, DDP())] == [True] * (len(NAMES) + 3)
+        assert not any(is_ours(strategy) for strategy in ("fsdp", SingleDeviceStrategy()))
+    finally:
+        StrategyRegistry.remove("mine")
+
+
+def test_a_type_that_gradients_cannot_be_added_in_is_refused():
+    """In a script, where no parser has looked at it."""
+    with pytest.raises(UserError, match="reduce_dtype is 'int8': use one of float32, bfloat16, float16"):
+        FSDP(reduce_dtype=cast(Any, "int8"))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("auto", "one device, no process group"),
+        ("fsdp_full_shard", "fsdp_full_shard"),
+        (FSDP(), "FSDP"),
+        (
+            Namespace(class_path="src.strategies.FSDP", init_args=Namespace(cpu_offload=True, ranks_per_shard=None)),
+            "FSDP(cpu_offload=True)",
+        ),
+    ],
+)
+def test_a_strategys_name_says_how_it_is_set(given, name):
+    """By name, by class in a configuration with what it was given, or as an object."""
+    assert strategy_name(given) == name

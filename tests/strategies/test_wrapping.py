@@ -4,7 +4,7 @@ from torch import nn
 
 from src.errors import UserError
 from src.strategies.notes import unit_notes
-from src.strategies.wrapping import checkpoint_activations, compile_blocks, find_blocks, find_units
+from src.strategies.wrapping import checkpoint_activations, compile_blocks, find_blocks, find_units, norms_in_fp32
 from tests.small_task import Block, SmallNet, texts
 
 TOKENS = texts(2, seed=1)
@@ -184,6 +184,11 @@ UNITS = [
     ("by size", named(a=Big(), b=Big()), ["a.wide", "b.wide"]),
     ("by size, never a list", named(parts=nn.ModuleList([Big(), Big()])), ["parts.0.wide", "parts.1.wide"]),
     ("by size, never a dictionary", named(parts=nn.ModuleDict({"x": Big()})), ["parts.x.wide"]),
+    (
+        "by size, never a list of parameters",
+        named(parts=nn.ParameterList([torch.zeros(1000, 1000)]), a=Big()),
+        ["a.wide"],
+    ),
     ("a list of small parts", named(parts=nn.ModuleList([nn.Linear(800, 800), nn.Linear(800, 800)])), []),
     (
         "small parts that are many together",
@@ -195,6 +200,24 @@ UNITS = [
     ("nothing big", net().blocks, []),
     ("the model itself", nn.Linear(1000, 1000), []),
 ]
+
+
+class Normed(nn.Module):
+    """Every kind of norm; one has no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch, self.group, self.layer = nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.LayerNorm(4)
+        self.instance, self.plain = nn.InstanceNorm1d(4, affine=True), nn.InstanceNorm1d(4)
+
+
+@pytest.mark.parametrize(
+    ("device", "names"), [("cuda", ["batch", "instance"]), ("cpu", ["batch", "group", "layer", "instance"])]
+)
+def test_norms_whose_kernels_want_32_bits_are_found(device, names):
+    """Those with running statistics; on CPUs, where autocast leaves their inputs as they are, the others too."""
+    model = Normed()
+    assert norms_in_fp32(model, device) == [getattr(model, name) for name in names]
 
 
 @pytest.mark.parametrize(("model", "names"), [unit[1:] for unit in UNITS], ids=[unit[0] for unit in UNITS])
