@@ -11,6 +11,7 @@ from lightning import Callback, Trainer
 from src.callbacks.breaker_rules import BreakerSettings
 from src.callbacks.circuit_breaker import CircuitBreaker
 from src.callbacks.free_gradients import FreeGradients
+from src.callbacks.frozen import Frozen
 from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.heartbeat import Heartbeat
 from src.callbacks.loss_scale import LossScale
@@ -69,6 +70,7 @@ def attach(
         record,
         Heartbeat(run.path),
         FreeGradients(),
+        Frozen(),
         loss,
         LossScale(),
     ]
