@@ -11,7 +11,7 @@ from src.errors import UserError
 from src.start import strategy_name
 from src.strategies import DDP, FSDP, NAMES, is_ours, resolve_strategy
 from src.strategies.fsdp import choose_format
-from tests.tiny import Line, quiet_trainer
+from tests.tiny import Line, loader, quiet_trainer
 
 
 @pytest.mark.parametrize(
@@ -190,3 +190,43 @@ def test_a_type_that_gradients_cannot_be_added_in_is_refused():
 def test_a_strategys_name_says_how_it_is_set(given, name):
     """By name, by class in a configuration with what it was given, or as an object."""
     assert strategy_name(given) == name
+
+
+class Writes(Line):
+    """Changes a weight in its second step, or between two steps."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.code = place, torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.place == "weight":
+            self.code.fill_(1.0)
+        return self.error(batch)
+
+    def on_train_batch_end(self, *_: object) -> None:
+        if self.place == "between":
+            with torch.no_grad():
+                self.code.fill_(1.0)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("place", ["weight", "between", "nowhere"])
+def test_what_a_step_writes_in_vain_is_told(place, automatic, capsys):
+    """A sharded weight that training_step writes keeps nothing of it: one warning; between two steps it is kept."""
+    module = Writes(place)
+    if not automatic:
+        module.automatic_optimization = False
+        once = module.training_step
+
+        def by_hand(batch: torch.Tensor, batch_idx: int) -> None:
+            optimizer: Any = module.optimizers()
+            optimizer.zero_grad()
+            module.manual_backward(once(batch, batch_idx))
+            optimizer.step()
+
+        module.training_step = by_hand  # type: ignore[method-assign]
+    trainer = quiet_trainer(strategy="fsdp_full_shard", devices=1, max_epochs=1)
+    trainer.fit(module, loader(trainer, torch.ones(4, 1), 1, train=True))
+    told = capsys.readouterr().out.count("fsdp throws away what a step writes into weights, or freezes (code)")
+    assert told == (place == "weight")
