@@ -48,11 +48,10 @@ class DDP(DDPStrategy):
         PyTorch reduces the gradients of those parameters that wanted one when it wrapped: what is unfrozen later would
         become another on every rank, and of what is frozen it would miss a gradient.
         """
-        if (
-            not isinstance(self.model, DistributedDataParallel)
-            or (now := self._requiring()) == self._trained
-            or not now
-        ):
+        if not isinstance(self.model, DistributedDataParallel):
+            return
+        now = self._requiring()
+        if now == self._trained or not now:
             return
         for parameter in self._parameters.values():
             if parameter.grad is None:
