@@ -68,7 +68,8 @@ class Cluster:
     reservation: str | None = _setting(syntax.word, None)
     exclude: str | None = _setting(syntax.word, None)  # nodes, as in n[01-03],n07
     mail: str | None = _setting(syntax.word, None)  # where Slurm writes when a job ends or fails
-    container: str | None = _setting(syntax.text, None)  # an image
+    container: str | None = _setting(syntax.command, None)  # in front of python: apptainer exec --nv /path/image.sif
+    sbatch: tuple[str, ...] = _setting(syntax.sbatch_options, ())  # what has no key here: --wckey=x, --exclusive
     scratch: str | None = _setting(syntax.path, None)  # a folder that all nodes share
     setup: tuple[str, ...] = _setting(syntax.shell_lines, ())  # run before training: module load, source, export
     cost_per_gpu_hour: float | None = _setting(syntax.price, None)  # in whatever the site bills

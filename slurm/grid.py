@@ -7,7 +7,7 @@ from slurm.errors import LaunchError
 
 MOST = 1000  # Slurm's MaxArraySize is 1001 unless a site says otherwise
 # The same in all runs of a grid, as one array has one shape; a run's name follows from the grid's.
-FIXED = ("trainer.num_nodes", "trainer.devices", "run", "config")
+FIXED = ("trainer.num_nodes", "trainer.devices", "run", "config", "fresh")
 CLOSING = {"[": "]", "{": "}", "(": ")", '"': '"', "'": "'"}
 
 

@@ -16,16 +16,37 @@ from pathlib import Path
 from slurm import history, job, requeue
 
 LOOK_SECONDS = 60  # an administrator may change the limit
+MISSES = 10  # in a row, until nothing is expected of it any more
 AT_LEAST = 5  # seconds, for the requeue itself
 
 
-def seconds_left() -> float | None:
-    """Until the job's limit, by this node's clock; None where Slurm does not say."""
+def end() -> float | None:
+    """The job's limit, by this node's clock; None where Slurm does not say."""
     found = re.search(r"\bEndTime=(\S+)", job.scontrol("job", os.environ["SLURM_JOB_ID"]))
     try:
-        return datetime.datetime.fromisoformat(found[1]).timestamp() - time.time() if found else None
+        return datetime.datetime.fromisoformat(found[1]).timestamp() if found else None
     except ValueError:  # Unknown
         return None
+
+
+def wait(margin: int) -> bool:
+    """Until so many seconds before the limit; False where Slurm does not say when that is.
+
+    A controller that is away for a while changes nothing of what it has said before. The nearer the limit, the more
+    often it is asked: a hundred jobs that ask every minute would be a burden to it.
+    """
+    known, misses = end(), 0
+    while True:
+        if known is None:
+            misses += 1
+            if misses == MISSES:
+                return False
+            time.sleep(LOOK_SECONDS)
+        elif (left := known - margin - time.time()) > 0:
+            time.sleep(min(left, max(LOOK_SECONDS, left / 2)))
+        else:
+            return True
+        known = end() or known
 
 
 def main() -> int:
@@ -36,9 +57,7 @@ def main() -> int:
     job.add_limits(parser)
     options = parser.parse_args()
     margin = max(AT_LEAST, min(30, options.lead // 4))
-    while (left := seconds_left()) is not None and left > margin:
-        time.sleep(min(LOOK_SECONDS, left - margin))
-    if left is None:
+    if not wait(margin):
         job.say("Slurm does not say when this job ends: one whose steps outlast the signal will not be requeued")
         return 0
     from src import stopped
@@ -50,7 +69,7 @@ def main() -> int:
     why = f"training has not stopped {margin} s before the limit"
     job.say(f"{why}: requeued, it goes on from step {max(requeue.saved_step(options.run), 0)}")
     history.note(options.run, history.own_job(os.environ), "end", code=None, why=why)
-    if refusal := requeue.requeue():
+    if refusal := requeue.requeue(job.say):
         job.say(f"requeueing failed ({refusal}): python slurm/jobs.py resume {options.run.name} goes on")
     return 0
 

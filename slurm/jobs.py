@@ -17,8 +17,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
@@ -28,7 +29,7 @@ from slurm import fallen, sbatch, submit
 from slurm.cluster import load_cluster
 from slurm.errors import LaunchError, Parser
 from slurm.plan import find_run_root
-from slurm.states import State, hint, states
+from slurm.states import State, hint, records, states
 
 GPU_QUERY = "index,name,utilization.gpu,memory.used,memory.total,power.draw"
 GPU_SECONDS = 30
@@ -161,7 +162,14 @@ def gpu(state: State) -> None:
     look += 'else echo "$SLURMD_NODENAME has no nvidia-smi; load $(cut -d" " -f1-3 /proc/loadavg)"; fi'
     nodes = state.record["nodes"]
     # --overlap and no memory of its own: a look must not wait for what the job holds.
-    step = ["srun", f"--jobid={state.job}", "--overlap", f"--nodes={nodes}", "--ntasks-per-node=1", "--mem=0"]
+    step = [
+        "srun",
+        f"--jobid={state.number or state.job}",
+        "--overlap",
+        f"--nodes={nodes}",
+        "--ntasks-per-node=1",
+        "--mem=0",
+    ]
     done = sbatch.ask(*step, "env", "-u", "CUDA_VISIBLE_DEVICES", "bash", "-c", look, seconds=GPU_SECONDS)
     print("\n".join(sorted(done.stdout.splitlines())))
     if done.returncode:
@@ -198,15 +206,23 @@ def resume(found: Sequence[State], name: str) -> int:
     if not open_runs:
         print(f"run {name} is finished: nothing to submit")
         return 0
-    record = found[0].record
+    record = _newest_training(found[0])
     argv = list(record["argv"])
     cut = argv.index("--") if "--" in argv else len(argv)
     more = ["--name", record["name"], "--code", record["code"]]
     if record["points"]:
         more += ["--points", ",".join(str(int(run.removeprefix(f"{record['name']}-"))) for run in open_runs)]
+    os.environ["RUN_ROOT"] = str(found[0].folder.parent)  # which may have been given relative to where this is run
     if os.path.isdir(record["folder"]):  # from where its relative paths start
         os.chdir(record["folder"])
     return submit.main([*argv[:cut], *more, *argv[cut:]])
+
+
+def _newest_training(state: State) -> Mapping[str, Any]:
+    """How the run was submitted last to be trained, and not to be evaluated; else how it was last submitted."""
+    rows = records(state.folder.parent)[state.run]
+    trained = [row for row in rows if str(row.get("command", "")).startswith("python -m src.cli fit")]
+    return trained[-1] if trained else state.record
 
 
 def report(found: Sequence[State]) -> None:

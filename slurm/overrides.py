@@ -1,15 +1,20 @@
 """What stands behind `--`, and what a grid adds to it: options of `src.cli` that the launcher has to look at."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slurm import syntax
 from slurm.errors import LaunchError
 
 # An option whose value may be a secret; a number (model.mask_token 5) is none.
-SECRET_OPTION = re.compile(r"(api_?key|_key|token|secret|password|passwd)$", re.IGNORECASE)
-# The same inside of a dictionary, and a user without password in a URL: https://ghp_…@github.com.
-SECRET_INSIDE = re.compile(r"""(api_?key|secret|password|passwd)["']?\s*:\s*[^\s}$]|://[^/\s@]+@""", re.IGNORECASE)
+SECRET_OPTION = re.compile(r"(api_?key|_key|token|secret|password|passwd|passphrase|credentials?)$", re.IGNORECASE)
+# The same inside of a dictionary, a user without password in a URL (https://ghp_…@github.com), a signed URL, a header,
+# and what the keys of well-known services begin with. A short token may be a word of a vocabulary, as "<eos>".
+SECRET_INSIDE = re.compile(
+    r"""(api_?key|secret|password|passwd|passphrase)["']?\s*:\s*[^\s}$]|token["']?\s*:\s*["']?[\w.-]{12}|://[^/\s@]+@"""
+    r"""|[?&](sig|signature|\w*key|\w*token)=|AccountKey=|\bbearer\s+\S|\b(hf_|gh[pousr]_|github_pat_|sk-|AKIA)\w{8}""",
+    re.IGNORECASE,
+)
 
 
 def take_run(overrides: Sequence[str], name: str | None) -> tuple[list[str], str | None, list[str]]:
@@ -50,6 +55,20 @@ def refuse_config(overrides: Sequence[str]) -> None:
     for part in overrides:
         if part.partition("=")[0] in ("--config", "-c"):
             raise LaunchError("--config belongs before `--`: submit.py takes the file along and reads nodes from it")
+
+
+def refuse_fresh(overrides: Sequence[str], settings: Mapping[str, object]) -> None:
+    """The launcher makes the run's folder, which a fresh start would take for another run's, in every restart anew.
+
+    Raises:
+        LaunchError: it is asked for, here or in a configuration file.
+
+    """
+    if settings.get("fresh") or any(part.partition("=")[0] == "--fresh" for part in overrides):
+        raise LaunchError(
+            "--fresh cannot be submitted, as each restart of the job would begin another run: leave it out, a "
+            "submission without --name is a run of its own"
+        )
 
 
 def refuse_secrets(overrides: Sequence[str]) -> None:

@@ -17,10 +17,10 @@ from slurm.cluster import ROOT, Cluster, load_cluster
 from slurm.describe import summary
 from slurm.errors import LaunchError
 from slurm.included import OUTSIDE
-from slurm.overrides import refuse_config, refuse_secrets, take_run
+from slurm.overrides import refuse_config, refuse_fresh, refuse_secrets, take_run
 from slurm.record import refuse_other_points
 from slurm.render import RESTARTS, SHORTEST, Job
-from slurm.training import Shape, Training, choose_shape, given, read_training
+from slurm.training import Shape, Training, batch_text, choose_shape, given, read_training
 
 CODE_IS_GONE = "the code of that submission is gone, {code}: submit the run anew with submit.py --name"
 
@@ -55,6 +55,7 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
         raise LaunchError(CODE_IS_GONE.format(code=options.code))
     configs = [_config(file, options.code) for file in options.config]
     training = read_training(configs, overrides)
+    refuse_fresh(overrides, training.settings)
     run_root = find_run_root(cluster)
     name = new_name(training.experiment) if name is None else name
     _check_name(name)
@@ -89,6 +90,10 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
         )
         for index, shape in enumerate(shapes)
     ]
+    for point in points:  # a batch that cannot be spread over the GPUs must not wait in the queue
+        of_point = dataclasses.replace(training, settings={**training.settings, **dict(point.settings)})
+        for shape in shapes:
+            batch_text(of_point, shape.world_size)
     finished = [run for run in first.runs if jobs[0].trains and (run_root / run / "DONE").exists()]
     warnings += [f"run {run} is finished and will not be trained again" for run in finished if points]
     return Submission(
@@ -170,10 +175,15 @@ def _time(text: str | None, option: str = "--time") -> datetime.timedelta | None
 
 def find_run_root(cluster: Cluster) -> Path:
     """`$RUN_ROOT`, else runs/<project> on the cluster's scratch, else ./runs of the project; absolute."""
-    scratch = cluster.scratch_folder()
-    given = os.environ.get("RUN_ROOT")
-    root = Path(given).expanduser() if given else scratch / "runs" / ROOT.name if scratch else ROOT / "runs"
-    root = Path(os.path.abspath(root))
+    if given := os.environ.get("RUN_ROOT"):
+        place = os.path.expanduser(given)
+        if place.startswith("~"):
+            raise LaunchError(f"RUN_ROOT={given}: there is no such user here")
+    elif scratch := cluster.scratch_folder():
+        place = str(scratch / "runs" / ROOT.name)
+    else:
+        place = str(ROOT / "runs")
+    root = Path(os.path.abspath(place))
     if set(str(root)) & {"%", "\\"} or not str(root).isprintable():
         raise LaunchError(
             f"the run root {str(root)!r} has a %, a \\ or a control character in it, which Slurm takes for its own"
@@ -255,7 +265,7 @@ def _restarts(options: argparse.Namespace, limit: datetime.timedelta, subcommand
 
 def _snapshot(options: argparse.Namespace, configs: Sequence[str], warnings: list[str]) -> snapshot.Plan | None:
     """The code that travels, with the configuration files, tracked or not."""
-    include = [Path(path) if Path(path).exists() else ROOT / path for path in options.include]
+    include = [Path(path).absolute() if Path(path).exists() else ROOT / path for path in options.include]
     try:
         plan = snapshot.plan(ROOT, include)
         there = set(plan.files.values())

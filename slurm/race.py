@@ -5,6 +5,7 @@ terminal closed, when two start in the same second, and after a requeue, which c
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def holder(folder: Path, race: str) -> str | None:
 def token(race: str, index: int) -> str:
     """The comment of one of its jobs."""
     return f"{race}.{index}"
+
+
+def is_others(comment: str, token: str) -> bool:
+    """Whether a job's comment is the token of another submission. What a site has made of a comment says nothing."""
+    return comment != token and re.fullmatch(r"[0-9a-f]{8}\.\d+", comment) is not None
 
 
 def cancel_others(race: str, job: str) -> list[str]:

@@ -7,6 +7,7 @@ that was interrupted, or that Slurm never answered, is found again in the queue 
 import contextlib
 import datetime
 import getpass
+import itertools
 import json
 import os
 import shlex
@@ -106,7 +107,9 @@ def _check(job: Job, points: Sequence["Point"]) -> None:
     )
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        said = errors[-1].removeprefix("error: ") if errors else done.stderr[-2000:]
+        said = errors[-1].removeprefix("error: ") if errors else " ".join(done.stderr[-2000:].split())
+        if done.returncode < 0:
+            said = f"the check was killed by signal {-done.returncode}, as a login node with little memory does it"
         raise LaunchError(f"{said} (found by `python -m src.cli {arguments[0]} … --print_config`; see --no-check)")
 
 
@@ -116,9 +119,11 @@ def _refuse_second(job: Job) -> None:
         return
     queue = sbatch.queued()
     adopt(job.run_root, {comment: number for number, comment in queue})
-    numbers = {number for number, _ in queue}
+    comments = dict(queue)
     for record in all_records(job.run_root):
-        if record["job"] in numbers and not {job.name, *job.runs}.isdisjoint({record["name"], *record["runs"]}):
+        # Numbers come again, as on two clusters that share a scratch.
+        here = record["job"] in comments and not race.is_others(comments[record["job"]], record.get("token", ""))
+        if here and not {job.name, *job.runs}.isdisjoint({record["name"], *record["runs"]}):
             raise LaunchError(
                 f"run {job.name} has job {record['job']} already: python slurm/jobs.py cancel {record['name']} ends "
                 "it, another --name starts another run"
@@ -134,9 +139,9 @@ def refuse_other_points(run_root: Path, points: Sequence["Point"]) -> None:
     """
     wanted = {point.run: point for point in points}
     for record in all_records(run_root) if points else ():
-        for run, settings in zip(record["runs"], record["points"], strict=False):
+        for run, settings in itertools.zip_longest(record["runs"], record["points"]):
             if run in wanted and settings != dict(wanted[run].settings):
-                said = " ".join(f"{name}={value}" for name, value in settings.items())
+                said = " ".join(f"{name}={value}" for name, value in (settings or {}).items()) or "no grid"
                 raise LaunchError(f"run {run} was submitted with {said}, not {wanted[run]}: give another --name")
 
 
@@ -145,7 +150,7 @@ def all_records(run_root: Path) -> Iterator[dict[str, Any]]:
     for path in run_root.glob("*/slurm/*.json"):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            whole = isinstance(record, dict) and record.keys() >= REQUIRED
+            whole = isinstance(record, dict) and record.keys() >= REQUIRED and str(record["job"]).isdigit()
         except (OSError, ValueError):
             whole = False
         if whole:
@@ -162,7 +167,11 @@ def adopt(run_root: Path, queue: Mapping[str, str]) -> None:
 
 
 def _number(mark: Path, number: str) -> None:
-    content = json.loads(mark.read_text(encoding="utf-8")) | {"job": number}
+    try:
+        content = json.loads(mark.read_text(encoding="utf-8")) | {"job": number}
+    except (OSError, ValueError, TypeError) as error:
+        print(f"warning: {mark} is damaged ({error}): job {number} is not shown", file=sys.stderr)
+        return
     _write_whole(mark.with_name(f"{number}.json"), content)
     mark.unlink()
 
@@ -170,6 +179,7 @@ def _number(mark: Path, number: str) -> None:
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.chmod(0o644)  # jobs.py resume does what it says
     temporary.replace(path)
 
 

@@ -95,6 +95,9 @@ def sbatch_parameters(job: Job) -> dict[str, Any]:
         "mail-user": cluster.mail,
         "mail-type": "END,FAIL" if cluster.mail else None,
     }
+    for option in cluster.sbatch:
+        name, equals, value = option.removeprefix("--").partition("=")
+        more[name] = value if equals else True
     return {
         "job_name": job.name,
         "nodes": shape.nodes,
@@ -113,7 +116,7 @@ def sbatch_parameters(job: Job) -> dict[str, Any]:
         "setup": [*before(job)],
         "teardown": [
             "code=$?",
-            *(["kill $guard"] if job.lead else []),
+            *(["kill $guard 2>/dev/null"] if job.lead else []),
             "# Requeues the job, or says what it ends with: slurm/requeue.py.",
             'ended=$("$python" -m slurm.job --ended "$code" "${limits[@]}" '
             f'--logs {shlex.quote(str(job.folder))} "$RUN_ROOT/$run")',
@@ -145,7 +148,8 @@ def environment(job: Job) -> dict[str, str]:
 
 def before(job: Job) -> list[str]:
     """Lines of shell in front of srun."""
-    lines = [*job.cluster.setup]
+    # A site's line may have set -e, which would end the script with training, before it can be requeued.
+    lines = [*job.cluster.setup, *(["set +eu"] if job.cluster.setup else [])]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment(job).items()]
     # In front of what the user's environment or a site's modules have in it.
     lines.append(f'export PYTHONPATH={shlex.quote(str(job.code))}"${{PYTHONPATH:+:$PYTHONPATH}}"')

@@ -19,6 +19,10 @@ GRACE_SECONDS = 900
 # What a rank ends with that the machine has lost, beside SIGKILL and a hang: SIGABRT, SIGBUS, SIGSEGV. Any other is of
 # the experiment's own doing, and another start would bring the same.
 FROM_OUTSIDE = (128 + 6, 128 + 7, 128 + 11)
+NOT_LAUNCHED = re.compile(r"srun: error: (Task launch|Unable to create step|Application launch failed)")
+# A controller that restarts is back in a minute or two; Slurm's signal leaves up to five.
+TRIES, TRY_AGAIN_SECONDS = 8, 15
+NO_ANSWER = re.compile(r"contact|refused|timed out|not respond|not answer|Zero Bytes|[Cc]ommunication|temporarily")
 STEP = re.compile(r"step=(\d+)\.ckpt")
 
 
@@ -79,6 +83,10 @@ def verdict(run: Path, code: int, batch: str) -> tuple[int, str | None]:
         return exit_codes.STOPPED, f"stopped by {said['signal']} at step {said['step']}, saved"
     if "Out Of Memory" in " ".join(fallen.ends(batch).values()):
         return exit_codes.OUT_OF_MEMORY, None
+    if code == exit_codes.BUSY:
+        return code, "the run was in use or could not be saved (exit code 75)"
+    if code and not fallen.ends(batch) and NOT_LAUNCHED.search(batch):
+        return code, f"Slurm could not start the ranks (exit code {code})"
     lost = code in (exit_codes.HUNG, exit_codes.KILLED, exit_codes.LOST_A_RANK, *FROM_OUTSIDE)
     return code, f"a rank was lost (exit code {code})" if lost else None
 
@@ -98,7 +106,7 @@ def decide(run: Path, limits: Limits, code: int, batch: str, say: Callable[[str]
         say(f"{why}. Not requeued ({against}): python slurm/jobs.py resume {run.name} goes on")
     elif why:
         say(f"{why}: requeued, it goes on from step {max(saved_step(run), 0)}")
-        if refusal := requeue():
+        if refusal := requeue(say):
             _without_requeue(run, refusal, say)
     return code
 
@@ -113,11 +121,22 @@ def _without_requeue(run: Path, refusal: str, say: Callable[[str], None]) -> Non
         time.sleep(GRACE_SECONDS)
 
 
-def requeue() -> str | None:
+def requeue(say: Callable[[str], None]) -> str | None:
     """Let Slurm start this job again; None where it does, else what it says. It then ends the batch script itself.
 
-    `incomplete`: a job that was cancelled stays so, also where that happened during its save.
+    A controller that does not answer is asked again.
     """
+    for left in reversed(range(TRIES)):
+        refusal = _requeue()
+        if refusal is None or not left or not NO_ANSWER.search(refusal):
+            break
+        say(f"requeueing failed ({refusal}), again in {TRY_AGAIN_SECONDS} s")
+        time.sleep(TRY_AGAIN_SECONDS)
+    return refusal
+
+
+def _requeue() -> str | None:
+    """`incomplete`: a job that was cancelled stays so, also where that happened during its save."""
     try:
         done = subprocess.run(
             ["scontrol", "requeue", "incomplete", os.environ["SLURM_JOB_ID"]],

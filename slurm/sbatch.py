@@ -17,9 +17,11 @@ LATE = (124, 137)  # what `timeout` ends with
 SECONDS = 60  # that a command of Slurm may take; a controller that is down lets sbatch try for a while
 # Of the allocation that this command may run in (salloc, a notebook, a job): sbatch takes SBATCH_* and SLURM_* for
 # options of the new job, and its tasks would take the old one's ranks and addresses.
-FOREIGN = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SUBMITIT|PMI|PMIX|OMPI)_|(MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE)$")
+FOREIGN = re.compile(
+    r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SINFO|SUBMITIT|PMI|PMIX|OMPI)_|(MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE)$"
+)
 FOREIGN_TOO = re.compile(r"(LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES)$")
-KEPT = ("SLURM_CONF",)
+KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # which Slurm is meant
 # What sbatch says, in whatever case -> what to do about it.
 HINTS = (
     (
@@ -49,7 +51,7 @@ HINTS = (
         r"configuration source|DNS SRV",
         "Slurm's programs are here but know no cluster: submit on a login node, or try `make cluster-up`",
     ),
-    (r"wckey", "the site wants a wckey of its own: ask its support"),
+    (r"wckey", "the site wants a wckey: ask its support which, and set sbatch: [--wckey=NAME] in the cluster file"),
     (
         r"Unable to contact|connection refused|Socket timed out|slurmctld.*not responding|Zero Bytes",
         "the controller does not answer: scontrol ping; try again later",

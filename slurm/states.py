@@ -3,6 +3,7 @@
 Slurm's queue and the run's own files are enough; accounting (sacct) is asked too, and many sites have none.
 """
 
+import contextlib
 import json
 import shutil
 import sys
@@ -40,6 +41,7 @@ REASONS = {
     "NodeDown": "a node of it is down",
     "JobArrayTaskLimit": "as many of this grid run as --parallel allows",
 }
+MOST_ASKED = 1000  # of accounting, the newest: a command line holds no more than some ten thousand
 LIMITS = ("QOS", "Assoc", "MaxGRES", "MaxCpu", "MaxNode", "MaxJobs")  # beginnings of many more reasons
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 # Not in the list above: PREEMPTED, NODE_FAIL and REQUEUED, after which a job comes back.
@@ -64,6 +66,7 @@ class Queued:
     nodes: str
     comment: str
     reason: str
+    number: str = ""  # that srun takes, also of an array's task
 
     @property
     def live(self) -> bool:
@@ -90,6 +93,7 @@ class State:
     seconds: float = 0.0  # of this start, or of the last one
     restarts: int = 0  # of this job
     gpu_seconds: float = 0.0  # of all starts of all jobs of the run
+    number: str = ""  # of the job while Slurm has it, one for each task of an array
     live: tuple[str, ...] = ()  # jobs of the run that Slurm may still run: in a race there are several
 
     @property
@@ -120,7 +124,10 @@ class State:
     @property
     def checkpoint_age(self) -> str:
         """Of the newest checkpoint, in minutes."""
-        times = [path.stat().st_mtime for path in (self.folder / "checkpoints").glob("*.ckpt")]
+        times = []
+        for path in (self.folder / "checkpoints").glob("*.ckpt"):
+            with contextlib.suppress(OSError):  # one that goes while it is looked at
+                times.append(path.stat().st_mtime)
         return f"{(time.time() - max(times)) / 60:.0f} min" if times else ""
 
 
@@ -158,11 +165,18 @@ def states(run_root: Path, only: str | None = None, *, ask_slurm: bool = True) -
     if only is not None and not names:
         newest = ", ".join(list(known)[-5:][::-1]) or "none"
         raise LaunchError(f"no run {only!r} was submitted in {run_root}; the newest there: {newest}")
-    chosen = {name: _representative(run_root / name, known[name], queue) for name in names}
-    past = _accounting([row["job"] for row in chosen.values() if row["job"] not in queue])
+    queues = {name: _of_run(known[name], queue) for name in names}
+    chosen = {name: _representative(run_root / name, known[name], queues[name]) for name in names}
+    past = _accounting([chosen[name]["job"] for name in names if chosen[name]["job"] not in queues[name]])
     if not answers:
         past = {row["job"]: "UNKNOWN" for row in chosen.values()} | past
-    return [_state(run_root / name, chosen[name], known[name], queue, past) for name in reversed(names)]
+    return [_state(run_root / name, chosen[name], known[name], queues[name], past) for name in reversed(names)]
+
+
+def _of_run(rows: list[dict[str, Any]], queue: Mapping[str, Queued]) -> dict[str, Queued]:
+    """The jobs of these records that are in the queue, by number and token: numbers come again, as on two clusters."""
+    found = {row["job"]: (queue.get(row["job"]), row.get("token", "")) for row in rows}
+    return {job: here for job, (here, token) in found.items() if here and not race.is_others(here.comment, token)}
 
 
 def _representative(folder: Path, rows: list[dict[str, Any]], queue: Mapping[str, Queued]) -> dict[str, Any]:
@@ -170,7 +184,10 @@ def _representative(folder: Path, rows: list[dict[str, Any]], queue: Mapping[str
 
     One that has lost its race is none of them.
     """
-    rows = [row for row in rows if not row["race"] or race.holder(folder / "slurm", row["race"]) in (None, row["job"])]
+    racing = [
+        row for row in rows if not row["race"] or race.holder(folder / "slurm", row["race"]) in (None, row["job"])
+    ]
+    rows = racing or rows  # the record of a winner may be damaged
     waiting = [row for row in rows if row["job"] in queue and queue[row["job"]].live]
     running = [row for row in waiting if queue[row["job"]].state != "PENDING"]
     return (running or waiting or rows)[-1]
@@ -210,6 +227,7 @@ def _state(
         seconds=spans[-1][0] if spans else 0.0,
         restarts=max(0, sum(entry["event"] == "start" for entry in history.read(folder, job)) - 1),
         gpu_seconds=sum(span * gpus for span, gpus in spans),
+        number=here.number if here else "",
         live=tuple(row["job"] for row in rows if row["job"] in queue and queue[row["job"]].live),
     )
 
@@ -231,12 +249,12 @@ def _queue() -> dict[str, Queued]:
             continue  # what a site's wrapper says
         array, index, number, state, nodes, comment, reason = line.split("|", 6)
         job = f"{array}_{index}" if index.isdigit() else number
-        found[job] = Queued(array, state, nodes, comment, "" if reason == "None" else reason)
+        found[job] = Queued(array, state, nodes, comment, "" if reason == "None" else reason, number)
     return found
 
 
 def _accounting(jobs: Iterable[str]) -> dict[str, str]:
-    jobs = list(jobs)
+    jobs = list(jobs)[-MOST_ASKED:]
     if not jobs or shutil.which("sacct") is None:
         return {}
     try:

@@ -128,8 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, overrides = read_options(argv)
         foreign = sbatch.scrub()
         submission = prepare(options, overrides, argv)
-        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-        notes = [f"not handed on, as a surrounding job sets such: {', '.join(foreign[:3])}{more}"] if foreign else []
+        notes = []
+        if foreign:
+            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+            why = "of a surrounding job, or for Slurm's own commands"
+            notes = [f"not handed on, as they are {why}: {', '.join(foreign[:3])}{more}"]
         warnings = [*misplaced(overrides), *submission.warnings, *notes]
         return _go(dataclasses.replace(submission, warnings=tuple(warnings)), options)
     except LaunchError as error:
@@ -138,6 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of `submit.py --dry-run | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more
         return 0
+    except OSError as error:  # a folder that cannot be written, a quota
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; whether a job was submitted: python slurm/jobs.py list", file=sys.stderr)
         return 130

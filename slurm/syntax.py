@@ -8,11 +8,20 @@ import difflib
 import math
 import re
 import reprlib
+import shlex
+import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 NULL = ("null", "~")  # how YAML spells "no value"
 SWITCHES = ("true", "false", "yes", "no", "on", "off")
+# Options of sbatch that follow from the command line or have a key.
+DECIDED = (
+    *("nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task", "gres", "cpus-per-task", "array"),
+    *("mem", "mem-per-cpu", "mem-per-gpu", "account", "partition", "qos", "constraint", "reservation", "exclude"),
+    *("time", "job-name", "output", "error", "open-mode", "comment", "signal", "requeue", "no-requeue", "export"),
+    *("mail-user", "mail-type", "parsable", "wrap", "test-only", "wait", "chdir", "cpu-bind", "gpu-bind"),
+)
 # A key, token or password in clear or in a URL; `export MY_TOKEN=$(cat ~/.my_token)` is fine.
 SECRET = re.compile(r"""(\b|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD)=(?!["']?\$|["']?$)|://[^/\s:@]+:[^/\s@$]+@""", re.I)
 LONGEST = timedelta(days=365)
@@ -128,7 +137,37 @@ def shell_lines(value: object) -> tuple[str, ...]:
     """Lines of shell."""
     if not isinstance(value, list):
         raise refusal(value, "a list of shell lines, each behind a dash")
-    return tuple(text(line) for line in value)
+    lines = tuple(text(line) for line in value)
+    for line in lines:
+        if (len(line) - len(line.rstrip("\\"))) % 2:
+            raise refusal(line, "a line that is complete: behind a \\ the script's next one would belong to it")
+    script = "\n".join(lines) + "\n"
+    if lines and (said := subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True).stderr):
+        raise refusal(value, f"lines that bash can read ({' '.join(said.split())})")
+    return lines
+
+
+def command(value: object) -> str:
+    """Words in front of python, as `apptainer exec --nv image.sif`."""
+    try:
+        shlex.split(text(value))
+    except ValueError as error:
+        raise refusal(value, f"a command in front of python, such as apptainer exec --nv image.sif ({error})") from None
+    return text(value)
+
+
+def sbatch_options(value: object) -> tuple[str, ...]:
+    """Options of sbatch that have no key of their own here."""
+    form = "a list of sbatch's options, each as --name=value or --name"
+    if not isinstance(value, list):
+        raise refusal(value, form)
+    for option in value:
+        match = re.fullmatch(r"--([a-z][a-z-]+)(=\S.*)?", text(option))
+        if not match:
+            raise refusal(option, form)
+        if match[1] in DECIDED:
+            raise refusal(option, f"another option: --{match[1]} is what the launcher decides, or a key of this file")
+    return tuple(text(option) for option in value)
 
 
 def time_limit(value: object) -> timedelta:

@@ -39,7 +39,7 @@ srun --unbuffered --output /scratch/me/runs/gpt/slurm/%j_%t_log.out --cpus-per-t
 
 # teardown
 code=$?
-kill $guard
+kill $guard 2>/dev/null
 # Requeues the job, or says what it ends with: slurm/requeue.py.
 ended=$("$python" -m slurm.job --ended "$code" "${limits[@]}" --logs /scratch/me/runs/gpt/slurm "$RUN_ROOT/$run")
 exit "${ended:-$code}"

@@ -281,6 +281,40 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(root: Path, bin_folder: 
         assert f"warning: {root}/{name}/slurm/11.json is damaged: job 11 is not shown" in done.stderr
 
 
+def test_one_odd_run_hides_no_other(root: Path, run_jobs: Jobs) -> None:
+    """A race whose winner has no record, a checkpoint that goes while it is looked at, a record without a number."""
+    submitted(root, "race", "12", race="abc")
+    (root / "race/slurm/race-abc").write_text("11\n")
+    submitted(root, "gone", "13")
+    (root / "gone/checkpoints").mkdir()
+    (root / "gone/checkpoints/step=00000001.ckpt").symlink_to("nowhere")
+    submitted(root, "none", "14")
+    (root / "none/slurm/14.json").write_text((root / "none/slurm/14.json").read_text().replace('"14"', "null"))
+    submitted(root, "fine", "15")
+    done = run_jobs("list")
+    assert done.returncode == 0, done.stderr
+    assert [row(done, name)["JOB"] for name in ("race", "gone", "fine")] == ["12", "13", "15"]
+
+
+def test_a_number_that_comes_again_is_another_job(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """As on two clusters with one scratch: what Slurm runs under it is not cancelled for the run that had it before."""
+    submitted(root, "old", "11", token="0123abcd.0")  # noqa: S106 no secret
+    program(bin_folder, "squeue", "echo '11|N/A|11|RUNNING|n1|4567cdef.0|None'")
+    assert "nothing to cancel: old is GONE" in run_jobs("cancel", "old").stdout
+    program(bin_folder, "squeue", "echo '11|N/A|11|RUNNING|n1|0123abcd.0|None'")
+    assert "cancelled: 11" in run_jobs("cancel", "old").stdout
+    program(bin_folder, "squeue", "echo '11|N/A|11|RUNNING|n1|what the site says|None'")
+    assert row(run_jobs("list"), "old")["STATE"] == "RUNNING"
+
+
+def test_the_gpus_of_a_grids_run_are_asked_by_its_own_number(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
+    """srun does not take ARRAY_INDEX."""
+    submitted(root, "g", "20", ["g-0", "g-1"], points=[{"a": "1"}, {"a": "2"}])
+    queue(bin_folder, "20|0|20|RUNNING|None|n1", "20|1|21|RUNNING|None|n2")
+    program(bin_folder, "srun", 'echo "$@"')
+    assert "--jobid=21 " in run_jobs("gpu", "g-1").stdout
+
+
 def test_runs_of_different_metrics_have_no_best(root: Path, run_jobs: Jobs) -> None:
     """A loss and an accuracy are shown with their names, and compared with nothing; nor is nan the best."""
     best = {"a": ("loss", 2.0), "b": ("acc", 0.5), "c": ("loss", float("nan"))}

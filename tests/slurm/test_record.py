@@ -42,9 +42,11 @@ def program(programs: Path, name: str, body: str) -> None:
 def submit(project: Path, programs: Path, tmp_path: Path) -> Submit:
     """Runs the command from another folder."""
 
-    def run(*arguments: str, umask: int = 0o022, script: str = "submit.py") -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: str, umask: int = 0o022, script: str = "submit.py", run_root: str = str(tmp_path / "runs")
+    ) -> subprocess.CompletedProcess[str]:
         own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        own |= {"PATH": f"{programs}:/usr/bin:/bin", "RUN_ROOT": str(tmp_path / "runs")}
+        own |= {"PATH": f"{programs}:/usr/bin:/bin", "RUN_ROOT": run_root}
         options = SHAPE if script == "submit.py" else ()
         command = [sys.executable, str(project / "slurm" / script), *options, *arguments]
         return subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, umask=umask)
@@ -163,6 +165,42 @@ def test_a_run_whose_code_is_gone_is_not_resumed(submit: Submit, tmp_path: Path)
     refused = submit("resume", "gpt", script="jobs.py")
     assert refused.returncode == 2
     assert "the code of that submission is gone" in refused.stderr
+
+
+def test_a_run_is_resumed_where_it_is(submit: Submit, tmp_path: Path) -> None:
+    """Though RUN_ROOT was given relative to another folder than the one it was submitted from."""
+    assert submit("--name", "gpt", run_root="runs").returncode == 0
+    path = tmp_path / "runs/gpt/slurm/70.json"
+    record = json.loads(path.read_text()) | {"folder": str(tmp_path / "bin")}
+    path.write_text(json.dumps(record))
+    again = submit("resume", "gpt", script="jobs.py", run_root="runs")
+    assert again.returncode == 0, again.stderr
+    assert not (tmp_path / "bin/runs").exists()
+
+
+def test_a_run_is_resumed_by_training_it(submit: Submit, programs: Path) -> None:
+    """Though it was evaluated since it was submitted."""
+    assert submit("--name", "gpt", "--", "--model.lr", "0.5").returncode == 0
+    program(programs, "sbatch", "echo 71")
+    assert submit("--name", "gpt", "--", "test").returncode == 0
+    program(programs, "sbatch", 'cp "${@: -1}" ' + f"{programs.parent}/script; echo 72")
+    assert submit("resume", "gpt", script="jobs.py").returncode == 0
+    assert "arguments=(fit --model.lr 0.5 " in (programs.parent / "script").read_text()
+
+
+def test_a_single_run_does_not_become_a_grids(submit: Submit) -> None:
+    """It would go on under settings that are not its own."""
+    assert submit("--name", "g-0", "--", "--model.lr", "5").returncode == 0
+    assert "run g-0 was submitted with no grid" in submit("--name", "g", "--grid", "model.lr=1,2").stderr
+
+
+def test_a_check_that_was_killed_says_so(submit: Submit, project: Path) -> None:
+    """As a login node does it to what takes much memory."""
+    (project / "src/cli.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    refused = submit("--name", "gpt")
+    assert refused.returncode == 2
+    assert "error: the check was killed by signal 9" in refused.stderr
+    assert "--no-check" in refused.stderr
 
 
 def test_no_folder_is_writable_by_a_group(submit: Submit, tmp_path: Path) -> None:

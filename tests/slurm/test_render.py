@@ -153,6 +153,7 @@ def test_what_a_site_wants_is_asked_for_and_nothing_else() -> None:
         mail="me@example.org",
         setup=("module load cuda",),
         container="apptainer exec --nv my.sif",
+        sbatch=("--wckey=course", "--exclusive"),
     )
     text = sbatch.script(job(cluster, Shape(1, 2), time=timedelta(minutes=90)))
     for line in (
@@ -166,11 +167,13 @@ def test_what_a_site_wants_is_asked_for_and_nothing_else() -> None:
         "--gres=gpu:a100:2",
         "--mem-per-gpu=32G",
         "--time=1:30:00",
+        "--wckey=course",
+        "--exclusive",
     ):
         assert f"#SBATCH {line}\n" in text
     assert "#SBATCH --mem=" not in text
     assert "gpus-per-node" not in text
-    assert "module load cuda\nexport " in text
+    assert "module load cuda\nset +eu\nexport " in text
     assert command(job(cluster)) == 'apptainer exec --nv my.sif python -u -m src.cli "${arguments[@]}"'
 
 

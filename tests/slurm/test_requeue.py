@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from slurm import history, requeue
+from slurm import guard, history, requeue
 from slurm.cluster import ROOT
 from slurm.requeue import Limits
 from src import exit_codes, stopped
 
 KILLED = "srun: error: n2: task 1: Killed\n"
+NOT_LAUNCHED = "srun: error: Task launch for StepId=7.0 failed on node n3: Communication connection failure\n"
 NO_MEMORY = "srun: error: n2: task 1: Out Of Memory\n"
 
 
@@ -84,6 +85,10 @@ def test_a_limit_ends_the_chain(run: Path, limits: dict[str, int], reason: str) 
         (137, KILLED, 0, False),
         (137, KILLED, 1, True),
         (exit_codes.HUNG, "", 1, True),
+        (exit_codes.BUSY, "", 0, False),
+        (exit_codes.BUSY, "", 1, True),
+        (1, NOT_LAUNCHED, 0, False),
+        (1, NOT_LAUNCHED, 1, True),
         (139, "", 1, True),
         (137, NO_MEMORY, 1, False),
         (exit_codes.OUT_OF_MEMORY, "", 9, False),
@@ -113,6 +118,42 @@ def test_a_finished_run_is_not_requeued(run: Path) -> None:
     assert decide(run, 0)[0] == 0
     assert decide(run, 137, KILLED, crash_retries=3)[0] == 137
     assert asked(run) == []
+
+
+@pytest.mark.parametrize(
+    ("says", "asks"),
+    [("slurm_update error: Unable to contact slurm controller (connect failure)", 3), ("Access denied", 1)],
+)
+def test_a_controller_that_is_away_is_asked_again(
+    run: Path, says: str, asks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is back at the third time; one that refuses is asked once."""
+    slept: list[float] = []
+    monkeypatch.setattr(requeue.time, "sleep", slept.append)
+    body = (
+        f'echo "$*" >> {run.parent}/asked\n[ $(wc -l < {run.parent}/asked) -gt 2 ] || {{ echo "{says}" >&2; exit 1; }}'
+    )
+    (run.parent / "bin/scontrol").write_text(f"#!/bin/sh\n{body}\n")
+    stopped.mark(run, 40, "SIGUSR2")
+    code, told = decide(run, 0)
+    waited = slept.count(requeue.TRY_AGAIN_SECONDS)
+    assert (code, len(asked(run)), waited) == (exit_codes.STOPPED, asks, asks - 1)
+    assert ("jobs.py resume run goes on" in told) == (asks == 1)
+
+
+@pytest.mark.parametrize(
+    ("ends", "reached"), [([None, 1000, None, None, None], True), ([1000] * 5, True), ([None] * 20, False)]
+)
+def test_the_guard_knows_the_limit_while_the_controller_is_away(
+    ends: list[float | None], reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has heard once holds; it gives up only where it has never heard anything, after ten times."""
+    now, answers = [0.0], iter(ends)
+    monkeypatch.setattr(guard, "end", lambda: next(answers, None))
+    monkeypatch.setattr(guard.time, "time", lambda: now[0])
+    monkeypatch.setattr(guard.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    assert guard.wait(30) is reached
+    assert now[0] == (970 if reached else 9 * guard.LOOK_SECONDS)
 
 
 @pytest.mark.parametrize(("signal", "waits"), [("SIGUSR2", False), ("SIGTERM", True)])

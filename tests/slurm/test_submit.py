@@ -1,5 +1,6 @@
 """`python slurm/submit.py`: what a user reads before anything is submitted, and what is refused."""
 
+import argparse
 import os
 import re
 import shlex
@@ -103,6 +104,9 @@ def test_it_says_what_it_will_use(submit: Submit, arguments: list[str], said: st
         (["--race", "1x4"], ["two or more"]),
         (["--race", "1x4,4"], ["'4' is no shape", "4x1"]),
         (["--race", "1x4,4x1", "--nodes", "2"], ["--race brings its own shapes"]),
+        (["--", "--fresh"], ["--fresh cannot be submitted", "leave it out"]),
+        (["--grid", "fresh=true,false"], ["fresh is the same in all runs"]),
+        (["--nodes", "1", "--grid", "global_batch_size=7,64"], ["global_batch_size 7 cannot be shared by 4 devices"]),
         (["--grid", "a"], ["name=value"]),
         (["--grid", "a=1,1"], ["same value twice"]),
         (["--grid", ""], ["--grid is empty"]),
@@ -135,6 +139,12 @@ def test_a_secret_is_not_repeated(submit: Submit) -> None:
         ["--", "--url=https://me:hunter22@host"],
         ["--", "--url", "https://hunter22@host"],
         ["--", "--x", "{api_key: hunter22}"],
+        ["--", '--trainer.logger={"init_args": {"token": "hunter22hunter22"}}'],
+        ["--", "--url=https://host/x?sv=1&sig=hunter22"],
+        ["--", "--x", "AccountName=a;AccountKey=hunter22"],
+        ["--", "--header", "Authorization: Bearer hunter22"],
+        ["--", "--x.passphrase=hunter22"],
+        ["--", "--x", "hf_hunter22hunter22"],
         ["--grid", "x.api_key=hunter22,y"],
         ["--x.api_key", "hunter22"],
     ):
@@ -229,11 +239,28 @@ def test_bf16_on_an_old_card_is_warned_about(submit: Submit, project: Path) -> N
 
 
 def test_a_surrounding_jobs_variables_are_not_handed_on(submit: Submit) -> None:
-    """Submitted from inside a job, sbatch and the new job see nothing of it, but SLURM_CONF."""
-    done = submit("--dry-run", SLURM_JOB_ID="7", SLURM_NTASKS="3", SLURM_CONF="/x", MASTER_ADDR="n1")
-    assert (
-        "warning: not handed on, as a surrounding job sets such: SLURM_JOB_ID, SLURM_NTASKS, MASTER_ADDR" in done.stderr
-    )
+    """Submitted from inside a job, sbatch and the new job see nothing of it, but which Slurm is meant."""
+    kept = {"SLURM_CONF": "/x", "SLURM_CLUSTERS": "big"}
+    done = submit("--dry-run", SLURM_JOB_ID="7", MASTER_ADDR="n1", SQUEUE_STATES="R", **kept)
+    (line,) = [line for line in done.stderr.splitlines() if "not handed on" in line]
+    assert set(line.rpartition(": ")[2].split(", ")) == {"SLURM_JOB_ID", "MASTER_ADDR", "SQUEUE_STATES"}
+
+
+def test_a_run_root_of_nobody_is_refused(submit: Submit) -> None:
+    """In one line."""
+    assert "RUN_ROOT=~nobody-here/x: there is no such user" in error(submit("--dry-run", RUN_ROOT="~nobody-here/x"))
+
+
+def test_an_included_file_is_the_one_of_the_current_folder(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the project has one of that name."""
+    monkeypatch.setattr(plan, "ROOT", project)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("mine\n")
+    taken = plan._snapshot(argparse.Namespace(include=["README.md"], dry_run=False), [], [])
+    assert taken is not None
+    assert tmp_path / "README.md" in taken.files.values()
 
 
 def test_a_finished_run_is_not_submitted(submit: Submit, tmp_path: Path) -> None:
