@@ -28,7 +28,7 @@ SAID = [
     ("Requested node configuration is not available", "no node has that many GPUs"),
     ("Memory specification can not be satisfied", "no node has that many GPUs"),
     ("fatal: Could not establish a configuration source", "know no cluster"),
-    ("Invalid wckey specification", "a wckey of its own"),
+    ("Invalid wckey specification", "sbatch: [--wckey=NAME]"),
     ("Unable to contact slurm controller (connect failure)", "scontrol ping"),
 ]
 
