@@ -46,15 +46,20 @@ def take_run(overrides: Sequence[str], name: str | None) -> tuple[list[str], str
 
 
 def refuse_config(overrides: Sequence[str]) -> None:
-    """A --config that only src.cli sees would neither travel nor say how many nodes there are.
+    """A --config that only src.cli sees would neither travel nor say how many nodes there are; nor would a dictionary.
 
     Raises:
         LaunchError: there is one.
 
     """
-    for part in overrides:
-        if part.partition("=")[0] in ("--config", "-c"):
+    for part, value in zip(overrides, [*overrides[1:], ""], strict=True):
+        name, equals, own = part.partition("=")
+        if name in ("--config", "-c"):
             raise LaunchError("--config belongs before `--`: submit.py takes the file along and reads nodes from it")
+        if name == "--trainer" and re.search("num_nodes|devices", own if equals else value):
+            raise LaunchError(
+                "--trainer {…} holds nodes or devices: give them as --nodes and --gpus-per-node before `--`"
+            )
 
 
 def refuse_fresh(overrides: Sequence[str], settings: Mapping[str, object]) -> None:

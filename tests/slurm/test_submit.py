@@ -104,6 +104,8 @@ def test_it_says_what_it_will_use(submit: Submit, arguments: list[str], said: st
         (["--race", "1x4"], ["two or more"]),
         (["--race", "1x4,4"], ["'4' is no shape", "4x1"]),
         (["--race", "1x4,4x1", "--nodes", "2"], ["--race brings its own shapes"]),
+        (["--", "--trainer", '{"num_nodes": 4, "devices": 2}'], ["--trainer {…}", "--nodes and --gpus-per-node"]),
+        (["--", '--trainer={"devices": 2}'], ["--trainer {…}", "--nodes and --gpus-per-node"]),
         (["--", "--fresh"], ["--fresh cannot be submitted", "leave it out"]),
         (["--grid", "fresh=true,false"], ["fresh is the same in all runs"]),
         (["--nodes", "1", "--grid", "global_batch_size=7,64"], ["global_batch_size 7 cannot be shared by 4 devices"]),
