@@ -52,11 +52,12 @@ def refuse_config(overrides: Sequence[str]) -> None:
         LaunchError: there is one.
 
     """
-    for part, value in zip(overrides, [*overrides[1:], ""], strict=True):
-        name, equals, own = part.partition("=")
+    for index, part in enumerate(overrides):
+        name, equals, value = part.partition("=")
+        value = value if equals else "".join(overrides[index + 1 : index + 2])
         if name in ("--config", "-c"):
             raise LaunchError("--config belongs before `--`: submit.py takes the file along and reads nodes from it")
-        if name == "--trainer" and re.search("num_nodes|devices", own if equals else value):
+        if name == "--trainer" and re.search("num_nodes|devices", value):
             raise LaunchError(
                 "--trainer {…} holds nodes or devices: give them as --nodes and --gpus-per-node before `--`"
             )
