@@ -9,6 +9,7 @@ import argparse
 import datetime
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from slurm import history, job, requeue
 
 LOOK_SECONDS = 60  # an administrator may change the limit
-MISSES = 10  # in a row, until nothing is expected of it any more
+MISSES = 10  # until nothing is expected of a controller that has never answered
 AT_LEAST = 5  # seconds, for the requeue itself
 
 
@@ -39,11 +40,11 @@ def wait(margin: int) -> bool:
     while True:
         if known is None:
             misses += 1
-            if misses == MISSES:
+            if misses == MISSES or shutil.which("scontrol") is None:
                 return False
             time.sleep(LOOK_SECONDS)
         elif (left := known - margin - time.time()) > 0:
-            time.sleep(min(left, max(LOOK_SECONDS, left / 2)))
+            time.sleep(min(left, max(LOOK_SECONDS, left / 4)))
         else:
             return True
         known = end() or known

@@ -150,6 +150,7 @@ def test_the_guard_knows_the_limit_while_the_controller_is_away(
     """What it has heard once holds; it gives up only where it has never heard anything, after ten times."""
     now, answers = [0.0], iter(ends)
     monkeypatch.setattr(guard, "end", lambda: next(answers, None))
+    monkeypatch.setattr(guard.shutil, "which", lambda name: name)
     monkeypatch.setattr(guard.time, "time", lambda: now[0])
     monkeypatch.setattr(guard.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     assert guard.wait(30) is reached
