@@ -227,6 +227,9 @@ def test_what_a_step_writes_in_vain_is_told(place, automatic, capsys):
 
         module.training_step = by_hand  # type: ignore[method-assign]
     trainer = quiet_trainer(strategy="fsdp_full_shard", devices=1, max_epochs=1)
-    trainer.fit(module, loader(trainer, torch.ones(4, 1), 1, train=True))
+    try:
+        trainer.fit(module, loader(trainer, torch.ones(4, 1), 1, train=True))
+    finally:
+        torch.distributed.destroy_process_group()
     told = capsys.readouterr().out.count("fsdp throws away what a step writes into weights, or freezes (code)")
     assert told == (place == "weight")
