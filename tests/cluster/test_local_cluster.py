@@ -16,10 +16,9 @@ import pytest
 
 from slurm.local import places
 from slurm.local_cluster import LocalCluster, chosen_folder, main
-from tests.cluster.jobs import FOUR_GPUS, NODES, field, found, slurm, wait_for
+from tests.cluster.jobs import FOUR_GPUS, NODES, field, found, needs_root, slurm, wait_for
 from tests.commands import ROOT
 
-root = pytest.mark.skipif(os.geteuid() != 0, reason="starts and stops daemons: needs root")
 Submit = Callable[..., str]
 
 
@@ -83,14 +82,14 @@ def test_an_urgent_job_sends_another_back_to_the_queue(submit: Submit, tmp_path:
     assert set(log.read_text().splitlines()) >= {f"warned {rank}" for rank in range(4)}
 
 
-@root
+@needs_root
 def test_everybody_on_the_machine_may_submit() -> None:
     """A job of a user without rights runs, and as that user."""
     told = subprocess.run(["srun", "id", "-un"], user="nobody", cwd="/", capture_output=True, text=True)
     assert told.stdout == "nobody\n", told.stderr  # where it may say that it waits
 
 
-@root
+@needs_root
 def test_a_second_start_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """`up` on a running cluster says so; the same processes run on with the same configuration."""
     cluster = LocalCluster(chosen_folder())
@@ -157,7 +156,7 @@ def run_something(cluster: LocalCluster) -> None:
     wait_for(lambda: sum("sleep 600" in command for command in processes(cluster)) >= 4, 60, "the job runs")
 
 
-@root
+@needs_root
 def test_down_leaves_nothing(second: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
     """Daemons, jobs, the link and the hosts line are gone, with the file as it was; a second `down` finds nothing."""
     assert second.hosts_line in places.HOSTS.read_text()
@@ -177,7 +176,7 @@ def test_down_leaves_nothing(second: LocalCluster, capsys: pytest.CaptureFixture
     assert second.tool("squeue", "--noheader").stdout == "", "the job must not come back"
 
 
-@root
+@needs_root
 def test_down_ends_jobs_whose_daemons_were_killed(second: LocalCluster) -> None:
     """Also what nobody can cancel any more."""
     run_something(second)
@@ -188,7 +187,7 @@ def test_down_ends_jobs_whose_daemons_were_killed(second: LocalCluster) -> None:
     wait_for(lambda: not processes(second), 30, "no process is left")
 
 
-@root
+@needs_root
 def test_up_repairs_what_was_killed_and_drained(second: LocalCluster) -> None:
     """After a killed node, a killed slurmctld and a drained node `up` brings all four back."""
     before = second.running()
@@ -201,7 +200,7 @@ def test_up_repairs_what_was_killed_and_drained(second: LocalCluster) -> None:
     assert {name for name, pid in second.running().items() if pid != before[name]} == {"n2", "slurmctld"}
 
 
-@root
+@needs_root
 def test_a_pid_that_now_belongs_to_somebody_else_is_left_alone(second: LocalCluster) -> None:
     """The number in a pid file is not enough to kill."""
     os.kill(second.running()["n4"], signal.SIGKILL)

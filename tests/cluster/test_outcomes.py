@@ -15,13 +15,12 @@ from slurm import history
 from slurm.local_cluster import LocalCluster, chosen_folder
 from src import exit_codes
 from tests.cluster.interruptions import begun, kill_node, last_node, limit, preempt, requeued, said, steps
-from tests.cluster.jobs import field, slurm, start_now, wait_for
+from tests.cluster.jobs import field, needs_root, slurm, start_now, wait_for
 from tests.cluster.project import PATIENCE, Project
 
 TWO = ("--nodes", "2", "--gpus-per-node", "1", "--name", "gpt", "--no-check")
 ONE = ("--nodes", "1", "--gpus-per-node", "1", "--name", "gpt", "--no-check")
 TRAIN = ("--act", "train")
-root = pytest.mark.skipif(os.geteuid() != 0, reason="ends daemons of the cluster")
 
 
 def test_at_its_time_limit_a_job_goes_on_in_another_start(project: Project) -> None:
@@ -128,7 +127,7 @@ def test_a_lost_rank_ends_the_job_unless_retries_are_asked_for(project: Project)
     project.wait(again, "COMPLETED")
 
 
-@root
+@needs_root
 def test_a_job_whose_node_dies_goes_on_on_others(project: Project) -> None:
     """Its slurmd is killed, with all that it has started: Slurm requeues the job, which goes on from what was saved."""
     (job,) = project.submit(*TWO, "--", *TRAIN)
@@ -214,7 +213,7 @@ def test_without_scontrol_the_job_says_how_to_go_on(project: Project) -> None:
     assert "Slurm does not say when this job ends" in said(project, job)
 
 
-@root
+@needs_root
 def test_a_restarted_controller_loses_no_job(project: Project) -> None:
     """The job trains on meanwhile, and is requeued when its signal comes."""
     (job,) = project.submit(*ONE, "--time", "5:00", "--", *TRAIN)

@@ -1,6 +1,5 @@
 """One training through all that a cluster does to it, on a real Slurm: it ends as if nothing had happened."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from slurm.local_cluster import LocalCluster, chosen_folder
 from src.checkpoint.compare import differences, outcome
 from tests.cluster.interruptions import begun, kill, kill_node, last_node, limit, of, preempt, requeued, said, steps
-from tests.cluster.jobs import field, slurm, start_now
+from tests.cluster.jobs import field, needs_root, slurm, start_now
 from tests.cluster.project import Project
 from tests.cluster.unhurried import Unhurried
 from tests.commands import CPU, ROOT, TASK, train
@@ -27,7 +26,7 @@ def spoil(checkpoint: Path) -> None:
         file.write(bytes(64))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="ends daemons of the cluster")
+@needs_root
 @pytest.mark.usefixtures("partition")
 def test_a_run_through_every_interruption_ends_in_the_same_bits(project: Project, tmp_path: Path) -> None:
     """Time limit, preemptions with and without grace, a spoilt checkpoint, a dead node, a lost rank: nobody looks."""
