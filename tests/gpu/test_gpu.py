@@ -1,14 +1,17 @@
 """What only a GPU can show. Run with `python -m pytest -m gpu` on a machine with one or two NVIDIA GPUs."""
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from src import exit_codes
 from src.callbacks.throughput import peak_flops
 from src.checkpoint.compare import differences, outcome
 from src.strategies import NAMES
-from tests.commands import SMALL, TASK, TORCHRUN, cut_back, losses, only_run, read_json, rows, train, weights
+from tests.commands import SMALL, TASK, TORCHRUN, cut_back, losses, only_run, read_json, rows, srun, train, weights
 from tests.small_task import SmallModule
 
 pytestmark = pytest.mark.gpu
@@ -152,3 +155,19 @@ def test_two_gpus_give_the_curve_of_one_under_both_launchers(tmp_path: Path) -> 
     run = only_run(tmp_path / "plain")
     assert len(list(run.rglob("events.out.tfevents*"))) == 1
     assert read_json(run / "manifest.json")["world_size"] == 2
+
+
+@two_gpus
+def test_a_rank_that_lost_another_over_nccl_ends_with_a_code_of_ours(tmp_path: Path) -> None:
+    """SIGKILL to one of two: NCCL does not say so, and the watchdog ends the other as one that waits for the dead."""
+    endless = ["--trainer.max_steps", "1000000", "--watchdog.minutes", "0.25", "--run", "lost"]
+    processes = srun(tmp_path, 1, 2, "fit", *TWO, *SMALL, *endless)
+    until = time.monotonic() + 180
+    while not (tmp_path / "lost/metrics.csv").exists() or len(rows(tmp_path / "lost")) < 3:
+        assert time.monotonic() < until, processes[0].communicate()
+        time.sleep(0.1)
+    processes[1].kill()
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert processes[1].returncode == -signal.SIGKILL
+    assert processes[0].returncode in (exit_codes.HUNG, exit_codes.LOST_A_RANK), outputs[0]
+    assert "rank 1" in outputs[0] or "another rank went away" in outputs[0], outputs[0]
