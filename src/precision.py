@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision as Plugin
 from torch.optim import Optimizer
@@ -109,3 +110,15 @@ class BF16Mixed(MixedPrecision):
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: D102
         Plugin.clip_gradients(self, optimizer, *args, **kwargs)
+
+
+def keep_scale_on_host(plugin: Plugin) -> None:
+    """Keep the loss scale in the host's memory, for gradients that are there.
+
+    A GradScaler has it where the loss is, and divides gradients that are elsewhere by a copy for which it does not wait
+    (`_MultiDeviceReplicator` of torch 2.11 to 2.13: `.to(device, non_blocking=True)`, into pinned memory): offloaded
+    gradients were divided by what was there before.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler) and scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))

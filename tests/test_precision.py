@@ -3,9 +3,19 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from src.errors import UserError
-from src.precision import ALIASES, CHOICES, BF16Mixed, Card, low_note, refuse_mixed_cards, resolve_precision
+from src.precision import (
+    ALIASES,
+    CHOICES,
+    BF16Mixed,
+    Card,
+    keep_scale_on_host,
+    low_note,
+    refuse_mixed_cards,
+    resolve_precision,
+)
 from tests.commands import SMALL, fit
 from tests.tiny import Line, loaders, quiet_trainer
 
@@ -140,3 +150,15 @@ def test_a_fused_optimizer_is_clipped_in_bf16(algorithm: str) -> None:
     trainer = quiet_trainer(max_steps=2, plugins=plugins, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
     trainer.fit(Steep(), *loaders(trainer, torch.ones(4, 1), 2))
     assert seen == pytest.approx([0.5, 0.5], abs=1e-3)
+
+
+def test_the_loss_scale_stays_where_offloaded_gradients_are() -> None:
+    """In the host's memory whatever device the loss is on, with the value of a checkpoint; no scaler, nothing to do."""
+    plugin = MixedPrecision("16-mixed", "cpu")
+    scaler = plugin.scaler
+    assert scaler is not None
+    keep_scale_on_host(plugin)
+    plugin.load_state_dict(scaler.state_dict() | {"scale": 512.0})
+    assert scaler.scale(torch.ones((), device="meta")).is_meta
+    assert (scaler._scale.device, scaler.get_scale()) == (torch.device("cpu"), 512.0)
+    keep_scale_on_host(BF16Mixed("bf16-mixed", "cpu"))

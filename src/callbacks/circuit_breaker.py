@@ -238,6 +238,7 @@ class CircuitBreaker(Callback):
             )
 
 
+@torch.no_grad()  # in which a sharded tensor's part is had for nothing; else it is an operation of autograd's
 def largest_gradient(optimizer: Optimizer) -> Tensor | None:
     """The largest absolute value in an optimizer's gradients, NaN where one is; None without gradients.
 

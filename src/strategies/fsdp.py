@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from src.checkpoint.files import is_of_a_run
 from src.checkpoint.write import WholeFiles
 from src.errors import AgreedError, UserError
+from src.precision import keep_scale_on_host
 from src.ranks import gather_objects
 from src.strategies.ddp import DDP
 from src.strategies.forward import as_forward, before_backward
@@ -115,6 +116,8 @@ class FSDP(DDP):
         settings: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy()}
         offload = self.cpu_offload and self.root_device.type != "cpu"  # it pins memory, which takes an accelerator
         settings["offload_policy"] = CPUOffloadPolicy() if offload else OffloadPolicy()
+        if offload:
+            keep_scale_on_host(self.precision_plugin)
         units = find_units(module)
         for note in self._notes(module, units) if self.is_global_zero else ():
             print(note, flush=True)
