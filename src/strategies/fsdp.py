@@ -25,6 +25,7 @@ from src.checkpoint.write import WholeFiles
 from src.errors import AgreedError, UserError
 from src.precision import keep_scale_on_host
 from src.ranks import gather_objects
+from src.strategies.clipping import clip_parts
 from src.strategies.ddp import DDP
 from src.strategies.forward import as_forward, before_backward
 from src.strategies.full_state import full, in_parts, like, optimizer_like
@@ -101,6 +102,7 @@ class FSDP(DDP):
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             module = self._layer_sync.apply(module)
         module = self.precision_plugin.convert_module(module)
+        clip_parts(self.precision_plugin)
         if not isinstance(module, FSDPModule):
             self._shard(module)
         free(module)  # an optimizer must get the parts

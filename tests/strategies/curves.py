@@ -216,7 +216,7 @@ CASES = {
     "validated": Case(trainer={"val_check_interval": 5, "num_sanity_val_steps": 2}),
     "norm": Case({"norm": True}, {"val_check_interval": 5, "num_sanity_val_steps": 0}),
     "layer_norm": Case({"layer_norm": True}),
-    "sharded_before": Case({"sharded": True}),
+    "sharded_before": Case({"sharded": True}, {"gradient_clip_val": 0.3}),
     "compiled": Case(change=compile_blocks),
 }
 SHARDED = ("fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_hybrid_shard")
