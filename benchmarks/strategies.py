@@ -6,10 +6,12 @@
     python benchmarks/strategies.py --gpus 2 --shape 85M --recipe      # two GPUs against one, 0.5 M tokens a step
     python benchmarks/strategies.py --shape 1.2B --pretend 2 4 8       # memory on more GPUs than there are
 
-The language task's GPT over bytes, bf16, blocks and head with loss compiled, fused AdamW, clipping by norm; all on the
-same cards, one after the other, as medians over intervals of ten steps. Peak memory is what PyTorch had allocated at
-most on a rank. `--pretend` runs rank 0 of so many on one GPU with torch's "fake" process group, whose collectives move
-nothing: the shards have their true sizes, the numbers in them and the time mean nothing.
+The language task's GPT over bytes, bf16, blocks and head with loss compiled, fused AdamW, clipping by norm; all on
+the same cards, one after the other, as medians over intervals of ten steps. Peak memory is what PyTorch had allocated
+at most on a rank. The loop's lag is for how long its GPU still works when Python has given it the last step of an
+interval: where that is a few milliseconds, the GPU waits for Python. `--pretend` runs rank 0 of so many on one GPU
+with torch's "fake" process group, whose collectives move nothing: the shards have their true sizes, the numbers in
+them and the time mean nothing.
 """
 
 import argparse
@@ -79,12 +81,14 @@ def bare(shape: str, mode: str, pretended: int | None) -> None:
         step = _distribute(step, model, mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     data = torch.randint(0, 256, (micro, CONTEXT + 1), dtype=torch.uint8).pin_memory()
-    speeds, start = [], 0.0
+    speeds, lags, start = [], [], 0.0
     for index in range(WARM + STEPS + 1):
         if index >= WARM and index % INTERVAL == 0:
+            given = time.perf_counter()
             torch.cuda.synchronize()
             now = time.perf_counter()
             speeds.append(micro * CONTEXT * INTERVAL / (now - start))
+            lags.append(1000 * (now - given))
             start = now
         with torch.autocast("cuda", torch.bfloat16, enabled=mode == "ddp"):
             loss = step(data.cuda(non_blocking=True))
@@ -94,7 +98,8 @@ def bare(shape: str, mode: str, pretended: int | None) -> None:
         optimizer.zero_grad(set_to_none=True)
     speed = median(speeds[1:])  # as the command's, over intervals: a GPU's neighbours disturb some
     if int(os.environ.get("RANK", 0)) == 0:
-        found = {"tokens": speed, "mfu": speed * flops / 989e12, "gib": torch.cuda.max_memory_allocated() / 2**30}
+        gib = torch.cuda.max_memory_allocated() / 2**30
+        found = {"tokens": speed, "mfu": speed * flops / 989e12, "gib": gib, "lag": median(lags[1:])}
         print(json.dumps(found), flush=True)
     if grouped:
         torch.distributed.destroy_process_group()
@@ -171,8 +176,8 @@ def run_bare(shape: str, gpus: int, mode: str, pretended: int | None = None) -> 
 
 def compare(shape: str, gpus: int, names: list[str], rounds: int) -> None:
     """A row for each strategy and round: the command, the bare loop, their ratio."""
-    print("strategy | tokens/s per GPU | MFU | peak GiB | bare loop | its GiB | ratio", flush=True)
-    for name in [name for name in names for _ in range(rounds)]:
+    print("strategy | tokens/s per GPU | MFU | peak GiB | bare loop | its GiB | its lag, ms | ratio", flush=True)
+    for name in names * rounds:  # so that a machine's slow minutes do not all meet one strategy
         ours = command(shape, gpus, OURS[name])
         loop = run_bare(shape, gpus, BARE[name]) if name in BARE else {}
         if error := ours.get("error") or loop.get("error"):
@@ -180,7 +185,8 @@ def compare(shape: str, gpus: int, names: list[str], rounds: int) -> None:
             continue
         row = f"{name} | {ours['tokens']:,.0f} | {ours['mfu']:.1%} | {ours['gib']:.1f}"
         if loop:
-            row += f" | {loop['tokens']:,.0f} | {loop['gib']:.1f} | {ours['tokens'] / loop['tokens']:.3f}"
+            row += f" | {loop['tokens']:,.0f} | {loop['gib']:.1f} | {loop['lag']:.0f}"
+            row += f" | {ours['tokens'] / loop['tokens']:.3f}"
         print(row, flush=True)
 
 

@@ -12,6 +12,7 @@ from src.callbacks.breaker_rules import BreakerSettings
 from src.callbacks.circuit_breaker import CircuitBreaker
 from src.callbacks.free_gradients import FreeGradients
 from src.callbacks.frozen import Frozen
+from src.callbacks.garbage import FreezeGarbage
 from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.heartbeat import Heartbeat
 from src.callbacks.loss_scale import LossScale
@@ -70,6 +71,7 @@ def attach(
         record,
         Heartbeat(run.path),
         FreeGradients(),
+        FreezeGarbage(),
         Frozen(),
         loss,
         LossScale(),

@@ -141,6 +141,22 @@ def test_every_strategy_has_the_curve_of_one_gpu_in_fp32(
     assert losses(only_run(tmp_path)) == pytest.approx(expected, abs=CURVE[precision])
 
 
+@pytest.mark.parametrize("shape", [pytest.param(ONE, id="one"), pytest.param(TWO, id="two", marks=two_gpus)])
+def test_clipping_by_norm_is_the_same_mathematics(shape: list[str], tmp_path: Path) -> None:
+    """Of whole gradients, of their parts over NCCL, and of parts in the host's memory.
+
+    To 1e-6, where AdamW, which divides by a gradient's size, feels it (losses differ by 0.3).
+    """
+    clipped = [*SMALL, *TWENTY, "--trainer.precision", "32-true", "--trainer.gradient_clip_val", "1e-6"]
+    train(tmp_path, "fit", *ONE, *clipped, "--run", "alone")
+    train(tmp_path, "fit", *ONE, *clipped, "--trainer.gradient_clip_val", "0", "--run", "unclipped")
+    expected = losses(tmp_path / "alone")
+    assert losses(tmp_path / "unclipped") != pytest.approx(expected, abs=0.1)
+    for name in ("ddp", "fsdp_full_shard", "fsdp_hybrid_shard", "offloaded"):
+        train(tmp_path, "fit", *shape, *clipped, *VARIED[name], "--run", name)
+        assert losses(tmp_path / name) == pytest.approx(expected, abs=CURVE["32-true"])
+
+
 @two_gpus
 def test_two_gpus_give_the_curve_of_one_under_both_launchers(tmp_path: Path) -> None:
     """Plain python and torchrun start two NCCL ranks that train as one GPU does and leave one set of files."""

