@@ -160,5 +160,6 @@ def test_the_loss_scale_stays_where_offloaded_gradients_are() -> None:
     keep_scale_on_host(plugin)
     plugin.load_state_dict(scaler.state_dict() | {"scale": 512.0})
     assert scaler.scale(torch.ones((), device="meta")).is_meta
+    assert scaler._scale is not None
     assert (scaler._scale.device, scaler.get_scale()) == (torch.device("cpu"), 512.0)
     keep_scale_on_host(BF16Mixed("bf16-mixed", "cpu"))

@@ -30,8 +30,7 @@ def clipped(gradients: dict[str, torch.Tensor], limit: float) -> dict[str, torch
     for name, parameter in parameters.items():
         parameter.grad = gradients[name]
     clip_grad_by_norm(torch.optim.SGD([*parameters.values(), nn.Parameter(torch.ones(1))], 0.1), limit)
-    found = {name: parameter.grad for name, parameter in parameters.items()}
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in gradients.items()}
 
 
 def clip(rank: int, folder: str) -> None:
