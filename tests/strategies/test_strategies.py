@@ -92,6 +92,14 @@ def test_what_a_setting_amounts_to_is_told(strategy, told):
     assert [note[: len(start)] for note, start in zip(notes, told, strict=True)] == told
 
 
+@pytest.mark.parametrize(("precision", "told"), [("64-true", True), ("bf16-mixed", False)])
+def test_a_reduce_dtype_without_effect_is_told(precision, told):
+    """Gradients in 64 bits are added up in 64 bits."""
+    strategy = cast(FSDP, quiet_trainer(strategy=FSDP(reduce_dtype="bfloat16"), precision=precision).strategy)
+    notes = strategy._notes(torch.nn.Linear(1, 1), [])
+    assert any(note.startswith("warning: reduce_dtype torch.bfloat16 has no effect") for note in notes) is told
+
+
 def test_no_shard_says_that_it_is_ddp(monkeypatch, capsys):
     """`fsdp_no_shard` is DDP and says so."""
     monkeypatch.setattr(DDPStrategy, "setup", lambda self, trainer: None)
