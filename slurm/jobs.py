@@ -24,6 +24,9 @@ from typing import Any
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
+    from src.installed import need
+
+    need("submitit", "yaml")
 
 from slurm import fallen, sbatch, submit
 from slurm.cluster import load_cluster

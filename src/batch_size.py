@@ -21,6 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+if __name__ == "__main__":
+    from src.installed import need
+
+    need("torch", "lightning", "jsonargparse")
+
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import LightningEnvironment
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # what follows takes seconds, on a network's file system many: a signal is noted meanwhile
-    from src import signals, streams
+    from src import installed, signals, streams
 
+    installed.need("torch", "lightning", "jsonargparse")
     signals.listen()
     streams.outlast_readers()
 

@@ -18,6 +18,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+if __name__ == "__main__":
+    from src.installed import need
+
+    need("torch", "lightning", "jsonargparse")
+
 import torch
 
 from src.cpus import usable_cpus

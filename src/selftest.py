@@ -19,6 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
+if __name__ == "__main__":
+    from src.installed import need
+
+    need("torch", "lightning", "jsonargparse")
+
 from src.checkpoint.compare import differences, outcome
 from src.files import TEMPORARY
 

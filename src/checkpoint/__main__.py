@@ -17,6 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+if __name__ == "__main__":
+    from src.installed import need
+
+    need("torch", "lightning", "jsonargparse")
+
 from src import exit_codes
 from src.checkpoint.compare import differences, outcome, states
 from src.checkpoint.entries import restart_from, run_folder, run_or_file
