@@ -120,5 +120,9 @@ def keep_scale_on_host(plugin: Plugin) -> None:
     gradients were divided by what was there before.
     """
     scaler = getattr(plugin, "scaler", None)
-    if isinstance(scaler, torch.amp.GradScaler) and scaler._scale is None:
+    if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+        return
+    if scaler._scale is None or scaler._growth_tracker is None:
         scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    else:  # of an earlier training
+        scaler._scale, scaler._growth_tracker = scaler._scale.cpu(), scaler._growth_tracker.cpu()

@@ -152,14 +152,33 @@ def test_a_fused_optimizer_is_clipped_in_bf16(algorithm: str) -> None:
     assert seen == pytest.approx([0.5, 0.5], abs=1e-3)
 
 
-def test_the_loss_scale_stays_where_offloaded_gradients_are() -> None:
-    """In the host's memory whatever device the loss is on, with the value of a checkpoint; no scaler, nothing to do."""
+class Elsewhere(torch.Tensor):
+    """Stands for a tensor on a GPU."""
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_the_loss_scale_stays_where_offloaded_gradients_are(used: bool) -> None:
+    """In the host's memory whatever device the loss is on, with the value of a checkpoint; also after a training."""
     plugin = MixedPrecision("16-mixed", "cpu")
     scaler = plugin.scaler
     assert scaler is not None
+    if used:
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        scaler._scale, scaler._growth_tracker = Elsewhere(scaler._scale), Elsewhere(scaler._growth_tracker)
     keep_scale_on_host(plugin)
     plugin.load_state_dict(scaler.state_dict() | {"scale": 512.0})
     assert scaler.scale(torch.ones((), device="meta")).is_meta
     assert scaler._scale is not None
+    assert type(scaler._scale) is type(scaler._growth_tracker) is torch.Tensor
     assert (scaler._scale.device, scaler.get_scale()) == (torch.device("cpu"), 512.0)
-    keep_scale_on_host(BF16Mixed("bf16-mixed", "cpu"))
+
+
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)], ids=["none", "disabled"])
+def test_without_a_loss_scale_nothing_is_kept(scaler: torch.amp.GradScaler | None) -> None:
+    """No scaler, or one that is switched off."""
+    plugin = BF16Mixed("bf16-mixed", "cpu") if scaler is None else MixedPrecision("16-mixed", "cpu", scaler)
+    keep_scale_on_host(plugin)
+    assert not hasattr(plugin.scaler, "_scale")

@@ -11,16 +11,21 @@ class FreezeGarbage(Callback):
 
     A start has 380 000 objects. One full collection of them took 0.2 s, without them 6 ms (24 blocks under fsdp, one
     core of an Intel Xeon, Python 3.11); there is one in some hundred steps, for which every other rank waits. What is
-    made from then on is collected as ever.
+    made from then on is collected as ever; what was there and becomes garbage in a cycle stays until training ends.
     """
 
+    def __init__(self) -> None:
+        self._ours = False
+
     def on_train_start(self, *args: Any) -> None:  # noqa: D102
-        gc.collect()
-        gc.freeze()
+        self._ours = not gc.get_freeze_count()
+        if self._ours:
+            gc.collect()
+            gc.freeze()
 
     def on_train_end(self, *args: Any) -> None:
         """Whoever goes on in this process gets a collector that sees everything."""
-        gc.unfreeze()
+        if self._ours:
+            gc.unfreeze()
 
-    def on_exception(self, *args: Any) -> None:  # noqa: D102
-        gc.unfreeze()
+    on_exception = on_train_end  # type: ignore[assignment]

@@ -41,9 +41,9 @@ class LossScale(Callback):
 
 
 def current_scale(trainer: Trainer) -> Tensor | None:
-    """The loss scale, on the device; None in a precision without a loss scaler."""
+    """The loss scale, as a tensor where the scaler keeps it; None in a precision without a loss scaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if not isinstance(scaler, torch.amp.GradScaler):
         return None
-    # `_scale` is the device tensor; the public get_scale() would wait for the device in every step.
+    # `_scale` is that tensor; the public get_scale() would wait for the device in every step.
     return scaler._scale

@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
-def clip_parts(plugin: Precision) -> None:
-    """Have a precision plugin clip by `clip_grad_norm`; one that clips in a way of its own is left alone."""
-    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+def install_clipping(plugin: Precision) -> None:
+    """Have a precision plugin clip by our `clip_grad_by_norm`; one that clips in its own way is left alone."""
+    kind = type(plugin)
+    if kind.clip_grad_by_norm is Precision.clip_grad_by_norm and kind.main_params is Precision.main_params:
         plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
 
 
@@ -20,7 +21,7 @@ def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
     """Scale an optimizer's gradients to a 2-norm of at most `clip_val`, each rank its parts. Collective.
 
     `torch.nn.utils.clip_grad_norm_` comes to the same, but treats every gradient as a tensor that is distributed: for
-    292 of them it took 12 ms of Python in each step where FSDP waits for Python (docs/strategies.md).
+    292 of them it took 12 ms of a step's Python on the machines of docs/strategies.md, where FSDP waits for Python.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -41,9 +42,9 @@ def _clip(gradients: list[Tensor], clip_val: float) -> None:
     for (mesh, placements, _, dtype), parts in kinds.items():
         norms = torch._foreach_norm(parts, dtype=torch.promote_types(dtype, torch.float32))
         squares.append(torch.stack(norms).square().sum())
-        for dim in (dim for dim, placement in enumerate(placements) if placement.is_shard()):
+        for dim in (dim for dim, placement in enumerate(placements) if not placement.is_replicate()):
             all_reduce(squares[-1], group=mesh.get_group(dim))
     norm = torch.stack([square.to(squares[0]) for square in squares]).sum().sqrt()
     factor = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as PyTorch's
     for parts in kinds.values():
-        torch._foreach_mul_(parts, factor.to(parts[0].device))
+        torch._foreach_mul_(parts, factor.to(parts[0]))

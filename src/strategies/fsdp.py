@@ -25,7 +25,7 @@ from src.checkpoint.write import WholeFiles
 from src.errors import AgreedError, UserError
 from src.precision import keep_scale_on_host
 from src.ranks import gather_objects
-from src.strategies.clipping import clip_parts
+from src.strategies.clipping import install_clipping
 from src.strategies.ddp import DDP
 from src.strategies.forward import as_forward, before_backward
 from src.strategies.full_state import full, in_parts, like, optimizer_like
@@ -102,7 +102,9 @@ class FSDP(DDP):
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             module = self._layer_sync.apply(module)
         module = self.precision_plugin.convert_module(module)
-        clip_parts(self.precision_plugin)
+        install_clipping(self.precision_plugin)
+        if self._offloads():
+            keep_scale_on_host(self.precision_plugin)
         if not isinstance(module, FSDPModule):
             self._shard(module)
         free(module)  # an optimizer must get the parts
@@ -116,10 +118,7 @@ class FSDP(DDP):
         refuse_what_cannot_be_cut(module)
         start_equal(module, self.root_device)
         settings: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy()}
-        offload = self.cpu_offload and self.root_device.type != "cpu"  # it pins memory, which takes an accelerator
-        settings["offload_policy"] = CPUOffloadPolicy() if offload else OffloadPolicy()
-        if offload:
-            keep_scale_on_host(self.precision_plugin)
+        settings["offload_policy"] = CPUOffloadPolicy() if self._offloads() else OffloadPolicy()
         units = find_units(module)
         for note in self._notes(module, units) if self.is_global_zero else ():
             print(note, flush=True)
@@ -135,6 +134,9 @@ class FSDP(DDP):
         for step in STEPS:
             as_forward(module, step)
         self._move_rest(module)
+
+    def _offloads(self) -> bool:
+        return self.cpu_offload and self.root_device.type != "cpu"  # it pins memory, which takes an accelerator
 
     def _move_rest(self, module: nn.Module) -> None:
         """Buffers, states of torchmetrics, and what `module.device` says, to the device; offloaded parameters stay."""

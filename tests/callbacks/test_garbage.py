@@ -34,3 +34,14 @@ def test_what_is_there_at_the_start_is_not_walked_over_until_training_ends(fails
         trainer.fit(module, data)
     assert module.frozen > 100_000
     assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_else_has_frozen_stays_so() -> None:
+    """A user's own freeze outlives the training."""
+    gc.freeze()
+    try:
+        trainer = quiet_trainer(callbacks=[FreezeGarbage()], max_epochs=1)
+        trainer.fit(Line(), loader(trainer, torch.linspace(-1, 1, 6)[:, None], 1, train=True))
+        assert gc.get_freeze_count() > 100_000
+    finally:
+        gc.unfreeze()

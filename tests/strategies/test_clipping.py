@@ -1,5 +1,6 @@
 """Clipping by norm of gradients that are distributed in several ways, on two processes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from src.strategies.clipping import clip_grad_by_norm, clip_parts
+from src.strategies.clipping import clip_grad_by_norm, install_clipping
 from tests.strategies.group import in_group
 
 # Five rows are three and two. 64 bits are not rounded to 32 on the way to the norm.
@@ -42,6 +44,11 @@ def clip(rank: int, folder: str) -> None:
             as_they_are[name] = distribute_tensor(WHOLE[name].clone(), mesh, [placement])
         part = DTensor.from_local(torch.tensor([3.0, 4.0]) * (rank + 1), mesh, [Partial()])  # 9 and 12 in all
         results = {"mixed": clipped(as_they_are, 1.0), "partial": clipped({"whole": part}, 5.0)}
+        # What FSDP makes of a parameter that is in parts along its first dimension already.
+        local = torch.tensor([3.0, 4.0])[rank : rank + 1]
+        strided = DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=1)])
+        clipped({"strided": strided}, 1.0)
+        results["strided"] = {"part": strided.to_local()}
         results["small"] = clipped({"whole": torch.tensor([0.3, 0.4])}, 1.0)
     torch.save(results, f"{folder}/{rank}.pt")
 
@@ -54,17 +61,27 @@ def test_gradients_are_scaled_by_the_norm_of_all_of_them(tmp_path: Path) -> None
         for name, value in WHOLE.items():
             torch.testing.assert_close(found["mixed"][name], (value / NORM).to(value.dtype))
         torch.testing.assert_close(found["partial"]["whole"], torch.tensor([3.0, 4.0]))
+        torch.testing.assert_close(found["strided"]["part"], torch.tensor([0.6, 0.8])[rank : rank + 1])
         torch.testing.assert_close(found["small"]["whole"], torch.tensor([0.3, 0.4]))
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_plugin_that_clips_in_its_own_way_goes_on_to(own: bool) -> None:
+class Clips(Precision):
+    """Clips nothing."""
+
+    def clip_grad_by_norm(self, *args: Any) -> None:
+        """Does nothing."""
+
+
+class Picks(Precision):
+    """Clips some."""
+
+    def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+        """The first."""
+        yield optimizer.param_groups[0]["params"][0]
+
+
+@pytest.mark.parametrize(("plugin", "ours"), [(Precision(), True), (Clips(), False), (Picks(), False)])
+def test_a_plugin_that_clips_in_its_own_way_goes_on_to(plugin: Precision, ours: bool) -> None:
     """Ours takes the place of Lightning's alone."""
-
-    class Own(Precision):
-        def clip_grad_by_norm(self, *args: Any) -> None:
-            """Does nothing."""
-
-    plugin = Own() if own else Precision()
-    clip_parts(plugin)
-    assert (plugin.clip_grad_by_norm is clip_grad_by_norm) is not own
+    install_clipping(plugin)
+    assert (plugin.clip_grad_by_norm is clip_grad_by_norm) is ours
