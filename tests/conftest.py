@@ -30,8 +30,12 @@ def _outside_of_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """What a command that runs in this process has set is undone."""
-    before = {number: signal.getsignal(number) for number in signals.STOPS}
+    """What a command that runs in this process has set is undone, and Ctrl-C interrupts.
+
+    Whoever runs the tests in the background has them and what they start ignore it; Lightning does once it has come.
+    """
+    before = {number: signal.getsignal(number) for number in (*signals.STOPS, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signals.forget()
     for number, handler in before.items():

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,6 @@ class Leaves(SmallModule):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self._leave("predict")
         return super().predict_step(batch, batch_idx)
-
-
-@pytest.fixture(autouse=True)
-def _interrupts() -> Iterator[None]:
-    """A shell that runs the tests in the background lets them ignore Ctrl-C; Lightning ignores it once it has come."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,6 @@ def test_a_signal_to_the_whole_job_leaves_no_process(tmp_path: Path, number: sig
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        # Whoever runs the tests in the background has them ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     wait_for_steps(tmp_path / "run", process)
     os.killpg(process.pid, number)
@@ -213,11 +211,16 @@ def test_a_terminal_that_is_gone_stops_a_run_that_is_not_under_nohup(tmp_path: P
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may be under nohup themselves
         )
-        wait_for_steps(tmp_path / f"{number}/run", process)
+        wait_for_steps(run := tmp_path / f"{number}/run", process)
+        done = len(rows(run))
         process.send_signal(signal.SIGHUP)
-        time.sleep(1)
-        process.send_signal(signal.SIGTERM)
+        while ignored and len(rows(run)) < done + 3:
+            assert process.poll() is None
+            time.sleep(0.1)
+        if ignored:
+            process.send_signal(signal.SIGTERM)
         code, output = ended(process)
         assert code == exit_codes.STOPPED, output
         assert f"stopped by {'SIGTERM' if ignored else 'SIGHUP'}" in output
