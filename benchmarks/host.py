@@ -133,8 +133,10 @@ def main() -> None:
                 [sys.executable, __file__, "--bare", strategy], check=True, stdout=subprocess.PIPE, text=True
             )
             pairs.append((command(strategy), float(loop.stdout)))
-        ours, theirs = sorted(pairs, key=lambda pair: pair[0] / pair[1])[len(pairs) // 2]
-        print(f"{strategy} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f}", flush=True)
+        pairs.sort(key=lambda pair: pair[0] / pair[1])
+        least, middle, most = (ours / theirs for ours, theirs in (pairs[0], pairs[len(pairs) // 2], pairs[-1]))
+        ours, theirs = pairs[len(pairs) // 2]
+        print(f"{strategy} | {ours:.1f} | {theirs:.1f} | {middle:.2f} ({least:.2f} to {most:.2f})", flush=True)
 
 
 if __name__ == "__main__":
