@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT, STEPS, WARM, INTERVAL = 1024, 60, 10, 10
 # width, depth, heads, samples per GPU and pass
-SHAPES = {"85M": (768, 12, 12, 32), "1.2B": (2048, 24, 16, 8)}
+SHAPES = {"85M": (768, 12, 12, 32), "1.2B": (2048, 24, 16, 8), "1.2B-16": (2048, 24, 16, 16)}
 # name -> options of the command
 OURS = {
     "ddp": ["--trainer.strategy", "ddp"],

@@ -188,7 +188,7 @@ def test_a_rank_that_lost_another_over_nccl_ends_with_a_code_of_ours(tmp_path: P
     finally:
         for process in processes:
             process.kill()
-        output = processes[0].communicate()[0]
+        output, _ = (process.communicate()[0] for process in processes)
         print(output)
     assert processes[1].returncode == -signal.SIGKILL
     assert processes[0].returncode in (exit_codes.HUNG, exit_codes.LOST_A_RANK)
