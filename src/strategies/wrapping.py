@@ -13,15 +13,29 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from src.errors import UserError
+from src.errors import AgreedError, UserError
 
 UNIT = 1_000_000  # parameters; gathering fewer costs more in starting than in sending
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Every instance of the classes that some module of `model` lists in BLOCKS."""
-    classes = tuple({cls for module in model.modules() for cls in getattr(module, "BLOCKS", ())})
-    return [module for module in model.modules() if classes and isinstance(module, classes)]
+    """Every instance of the classes that some module of `model` lists in BLOCKS.
+
+    Raises:
+        AgreedError: BLOCKS is something else than a tuple or list of classes.
+
+    """
+    classes = tuple({cls for module in model.modules() for cls in _listed(module)})
+    return [module for module in model.modules() if isinstance(module, classes)]
+
+
+def _listed(module: nn.Module) -> tuple[type, ...]:
+    blocks = getattr(module, "BLOCKS", ())
+    if isinstance(blocks, tuple | list) and all(isinstance(cls, type) for cls in blocks):
+        return tuple(blocks)
+    raise AgreedError(
+        f"BLOCKS of {type(module).__name__} is {blocks!r}: list the blocks' classes themselves, BLOCKS = (YourBlock,)"
+    )
 
 
 def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:

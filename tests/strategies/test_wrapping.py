@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from src.errors import UserError
+from src.errors import AgreedError, UserError
 from src.strategies.notes import unit_notes
 from src.strategies.wrapping import checkpoint_activations, compile_blocks, find_blocks, find_units, norms_in_fp32
 from tests.small_task import Block, SmallNet, texts
@@ -116,6 +116,15 @@ def test_a_model_that_names_no_blocks_is_refused(wrap, setting):
     """Both settings refuse a model without BLOCKS and say which line it needs."""
     with pytest.raises(UserError, match=rf"{setting} works on .* Sequential names none.*BLOCKS = "):
         wrap(nn.Sequential(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize("listed", [Block, ("Block",), "Block", {Block: 1}, (Block, None)], ids=str)
+def test_blocks_that_are_no_list_of_classes_are_refused(listed):
+    """One line says whose BLOCKS it is, what it is and how it is written."""
+    model = nn.Sequential(nn.Linear(1, 1))
+    model.BLOCKS = listed
+    with pytest.raises(AgreedError, match=r"^BLOCKS of Sequential is .*: list the blocks' classes .*\(YourBlock,\)$"):
+        find_blocks(model)
 
 
 class Big(nn.Module):
