@@ -8,7 +8,9 @@ from typing import Literal
 import torch
 
 GIB = 2**30
-FRAGMENTED = 0.05  # share of the card that PyTorch holds and cannot use, from which on it is worth a setting
+WORTH_A_SETTING = 0.05  # share of the device, from which on fragmentation and whole gradients are
+AS_CLASS = "--trainer.strategy src.strategies.FSDP"
+EACH = "--trainer.strategy.sync_every_micro_batch true"
 HOST = "DefaultCPUAllocator: can't allocate memory"
 # What CUDA's libraries say, who get their memory beside PyTorch's allocator.
 CARD = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
@@ -104,6 +106,9 @@ class Setup:
     recomputes: bool  # activations
     sharding: Sharding
     sharded_over: int  # ranks
+    as_class: str  # under fsdp: options for the same strategy, to which more can be added; else ""
+    accumulates: bool  # several micro batches to a step
+    reduces_each: bool  # under fsdp: the gradients of each of them, and not of the step (sync_every_micro_batch)
     allocator: tuple[str, ...]  # settings in PYTORCH_CUDA_ALLOC_CONF
     takes_workers: bool  # the data has a setting num_workers
 
@@ -119,9 +124,19 @@ class Setup:
 
     def held(self, sharding: Sharding, ranks: int) -> int:
         """Bytes of that on one device under a kind of sharding."""
+        if sharding in ("none", "other"):
+            return self.state
         gathered = (2 if "mixed" in self.precision else self.width) * self.parameters
-        whole = {"none": self.state, "other": self.state, "offload": 0}
-        return whole.get(sharding, self.state // ranks + (gathered if sharding == "grad_op" else 0))
+        held = 0 if sharding == "offload" else self.state // ranks + (gathered if sharding == "grad_op" else 0)
+        return held + (self.whole_gradients(sharding, ranks) if self.accumulates and not self.reduces_each else 0)
+
+    def whole_gradients(self, sharding: Sharding, ranks: int) -> int:
+        """Bytes that fsdp holds more on each device while a step accumulates: all gradients instead of a part.
+
+        They are in the type in which they are reduced, of 32 bits by default (FSDPParam.unsharded_accumulated_grad).
+        """
+        part = 0 if sharding == "offload" else self.width * self.trainable // ranks
+        return max(4, self.width) * self.trainable - part
 
 
 @dataclass(frozen=True)
@@ -140,7 +155,8 @@ def advice(setup: Setup, usage: Usage | None) -> list[Lever]:
     hopeless = setup.training and usage is not None and now > usage.total
     return [
         *([] if hopeless else _no_slower(setup, usage)),
-        *([] if hopeless else _smaller_batch(setup)),
+        *([] if hopeless else _smaller_batch(setup, usage)),
+        *_reduced(setup, usage),
         *_sharded(setup, now),
         *([] if hopeless else _recomputed(setup)),
         *_offloaded(setup),
@@ -152,7 +168,7 @@ def _no_slower(setup: Setup, usage: Usage | None) -> Iterable[Lever]:
     if setup.has_blocks and not setup.compiled:
         yield Lever("--compile true", "compiled blocks and loss keep less for the backward pass, and are faster")
     expandable = any("expandable_segments" in part for part in setup.allocator)
-    if usage and usage.fragmented and usage.fragmented > FRAGMENTED * usage.total and not expandable:
+    if usage and usage.fragmented and usage.fragmented > WORTH_A_SETTING * usage.total and not expandable:
         value = ",".join([*setup.allocator, "expandable_segments:True"])
         yield Lever(
             f"PYTORCH_CUDA_ALLOC_CONF={value}",
@@ -165,13 +181,33 @@ def _no_slower(setup: Setup, usage: Usage | None) -> Iterable[Lever]:
         )
 
 
-def _smaller_batch(setup: Setup) -> Iterable[Lever]:
+def _smaller_batch(setup: Setup, usage: Usage | None) -> Iterable[Lever]:
     if setup.smaller_batch:
+        paste = " ".join(setup.smaller_batch)
         sizes = f"fewer than {setup.micro_batch_size} samples at once, so fewer activations; accumulation follows"
-        yield Lever(" ".join(setup.smaller_batch), sizes)
+        if not setup.accumulates and (kept := _kept(setup, usage)):
+            paste += f" {setup.as_class} {EACH}"
+            sizes += f", with gradients reduced each time: fsdp would keep whole ones, {gib(kept)} more"
+        yield Lever(paste, sizes)
     elif setup.micro_batch_size is None:
         accumulate = ", and as much more --trainer.accumulate_grad_batches" if setup.training else ""
         yield Lever("", f"the data brings its own batches: make them smaller there{accumulate}")
+
+
+def _reduced(setup: Setup, usage: Usage | None) -> Iterable[Lever]:
+    if setup.accumulates and (kept := _kept(setup, usage)):
+        yield Lever(
+            f"{setup.as_class} {EACH}",
+            f"saves {gib(kept)} of gradients that fsdp keeps whole between micro batches; communicates after each",
+        )
+
+
+def _kept(setup: Setup, usage: Usage | None) -> int:
+    """Bytes of whole gradients that a setting of fsdp can save, where it is worth it."""
+    if not setup.training or not setup.as_class or setup.reduces_each:
+        return 0
+    kept = setup.whole_gradients(setup.sharding, setup.sharded_over)
+    return kept if usage is None or kept > WORTH_A_SETTING * usage.total else 0
 
 
 def _sharded(setup: Setup, now: int) -> Iterable[Lever]:
@@ -195,8 +231,9 @@ def _recomputed(setup: Setup) -> Iterable[Lever]:
 
 def _offloaded(setup: Setup) -> Iterable[Lever]:
     if setup.on_gpu and setup.training and setup.world_size > 1 and setup.sharding not in ("other", "offload"):
+        each = f" {EACH}" if setup.accumulates and not setup.reduces_each else ""
         yield Lever(
-            "--trainer.strategy src.strategies.FSDP --trainer.strategy.cpu_offload true",
+            f"{setup.as_class or AS_CLASS} --trainer.strategy.cpu_offload true{each}",
             "parameters, gradients and optimizer in the host's memory: many times slower",
         )
 

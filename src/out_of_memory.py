@@ -5,6 +5,7 @@ import sys
 import traceback
 from typing import Any
 
+import torch
 from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -12,8 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from src import exit_codes
 from src.callbacks.out_of_memory import OutOfMemory, announced, say_it_is_said, wait_until_said
+from src.errors import UserError
 from src.hardware import local_cards
-from src.memory import Setup, Sharding, is_out_of_memory, report
+from src.memory import AS_CLASS, Setup, Sharding, is_out_of_memory, report
 from src.precision import resolve_precision
 from src.resolution import Resolution
 from src.strategies import DDP, FSDP
@@ -52,7 +54,8 @@ def setup_of(trainer: Trainer, model: LightningModule, here: Resolution, setting
     """What of all that decides about memory."""
     plan, sharding = here.plan, sharding_of(trainer.strategy)
     data: Any = (settings.data or {}).get("init_args") or {}
-    node = isinstance(trainer.strategy, FSDP) and trainer.strategy.ranks_per_shard
+    fsdp = trainer.strategy if isinstance(trainer.strategy, FSDP) else None
+    node = fsdp and fsdp.ranks_per_shard
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
     return Setup(
         on_gpu=here.shape.accelerator == "gpu",
@@ -65,14 +68,24 @@ def setup_of(trainer: Trainer, model: LightningModule, here: Resolution, setting
         micro_batch_size=plan.micro_batch_size if plan else None,
         smaller_batch=tuple(here.smaller_batch),
         global_batch_size=plan.global_batch_size if plan else None,
-        has_blocks=bool(find_blocks(model)),
+        has_blocks=_has_blocks(model),
         compiled=settings.compile,
         recomputes=settings.activation_checkpointing,
         sharding=sharding,
         sharded_over=here.shape.devices if node == "node" else node or here.shape.world_size,
+        as_class=class_options(fsdp) if fsdp else "",
+        accumulates=trainer.accumulate_grad_batches > 1,
+        reduces_each=fsdp is not None and fsdp.sync_every_micro_batch,
         allocator=tuple(part for part in allocator if part and not part.startswith("pinned_")),  # those are set anew
         takes_workers="num_workers" in data,
     )
+
+
+def _has_blocks(model: LightningModule) -> bool:
+    try:
+        return bool(find_blocks(model))
+    except UserError:  # nothing has asked for them so far, and memory is what this is about
+        return False
 
 
 def sharding_of(strategy: object) -> Sharding:
@@ -80,3 +93,16 @@ def sharding_of(strategy: object) -> Sharding:
     if isinstance(strategy, FSDP):
         return "offload" if strategy.cpu_offload else "full" if strategy.reshard_after_forward else "grad_op"
     return "none" if isinstance(strategy, DDP | SingleDeviceStrategy) else "other"
+
+
+def class_options(strategy: FSDP) -> str:
+    """Options that name the strategy by its class, with the settings that it has: a name of it takes no more."""
+    settings = {
+        "reshard_after_forward": "" if strategy.reshard_after_forward else "false",
+        "ranks_per_shard": strategy.ranks_per_shard,
+        "reduce_dtype": "" if strategy.reduce_dtype == torch.float32 else str(strategy.reduce_dtype).split(".")[-1],
+        "sync_every_micro_batch": "true" if strategy.sync_every_micro_batch else "",
+        "cpu_offload": "true" if strategy.cpu_offload else "",
+    }
+    given = [f"--trainer.strategy.{name} {value}" for name, value in settings.items() if value]
+    return " ".join([AS_CLASS, *given])

@@ -12,8 +12,23 @@ from src import exit_codes
 from src.callbacks.out_of_memory import OutOfMemory
 from src.cli import ProjectCLI, main
 from src.errors import UserError
-from src.memory import GIB, Setup, Usage, advice, asked_for, is_on_host, is_out_of_memory, report, unusable
+from src.memory import (
+    AS_CLASS,
+    EACH,
+    GIB,
+    Setup,
+    Usage,
+    advice,
+    asked_for,
+    is_on_host,
+    is_out_of_memory,
+    report,
+    unusable,
+)
+from src.out_of_memory import class_options
+from src.strategies import FSDP
 from tests.commands import CPU, SMALL, TASK, TWO, fit, only_run, read_json, train
+from tests.crash import Cramped
 from tests.small_task import SmallData, SmallModule
 from tests.tiny import quiet_trainer
 
@@ -53,10 +68,14 @@ SETUP = Setup(
     recomputes=False,
     sharding="none",
     sharded_over=2,
+    as_class="",
+    accumulates=False,
+    reduces_each=False,
     allocator=(),
     takes_workers=True,
 )
-OFFLOAD = "--trainer.strategy src.strategies.FSDP --trainer.strategy.cpu_offload true"
+OFFLOAD = f"{AS_CLASS} --trainer.strategy.cpu_offload true"
+SHARDED: dict[str, Any] = {"sharding": "full", "as_class": AS_CLASS}
 ALL = [
     "--compile true",
     "--micro_batch_size 4",
@@ -197,6 +216,54 @@ def test_sharding_says_what_it_saves() -> None:
     assert saved["fsdp_shard_grad_op"].startswith("saves 6.00 GiB of 16.00 GiB")
 
 
+def test_fsdp_may_reduce_each_micro_batch_where_whole_gradients_take_the_memory() -> None:
+    """12 GiB where a part is 6, of a card of 80; not for less than a twentieth of it, nor where it is done already."""
+    large = replace(SETUP, parameters=3 * GIB, trainable=3 * GIB, **SHARDED, accumulates=True)
+    (lever,) = [lever for lever in advice(large, FULL) if lever.paste == f"{AS_CLASS} {EACH}"]
+    assert lever.effect.startswith("saves 6.00 GiB")
+    assert not any(EACH in paste for paste in pasted(large, reduces_each=True))
+    assert not any(EACH in paste for paste in pasted(large, training=False))
+    assert f"{AS_CLASS} {EACH}" not in pasted(large, trainable=GIB)
+
+
+def test_a_smaller_micro_batch_does_not_bring_whole_gradients_with_it() -> None:
+    """A step of one pass reduces at once: with two passes fsdp would hold more of the gradients than before."""
+    large = replace(SETUP, parameters=3 * GIB, trainable=3 * GIB, **SHARDED)
+    assert f"--micro_batch_size 4 {AS_CLASS} {EACH}" in pasted(large)
+    assert "--micro_batch_size 4" in pasted(large, accumulates=True)
+    assert "--micro_batch_size 4" in pasted(large, reduces_each=True)
+    assert "--micro_batch_size 4" in pasted(large, as_class="", sharding="none")
+
+
+def test_what_sharding_saves_is_less_while_a_step_accumulates() -> None:
+    """Of 16 bytes a parameter two ranks halve 12, as whole gradients stay; an offloaded one has them on the card."""
+    saved = [lever.effect for lever in advice(replace(SETUP, accumulates=True), FULL) if "fsdp_full" in lever.paste]
+    assert saved[0].startswith("saves 6.00 GiB of 16.00 GiB")
+    assert replace(SETUP, accumulates=True).held("offload", 2) == 4 * GIB
+    assert replace(SETUP, accumulates=True, reduces_each=True).held("full", 2) == SETUP.held("full", 2) == 8 * GIB
+    assert f"{OFFLOAD} {EACH}" in pasted(accumulates=True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"ranks_per_shard": "node", "sync_every_micro_batch": True},
+        {"ranks_per_shard": 2, "reduce_dtype": "bfloat16", "cpu_offload": True},
+    ],
+)
+@pytest.mark.usefixtures("run_root")
+def test_a_strategy_can_be_given_more_settings(changed: dict[str, Any]) -> None:
+    """A name takes none: the class with the same settings is what the options make, and one more is one more."""
+    strategy = FSDP(**changed)
+    cli = ProjectCLI(["fit", *TWO, *TASK, *class_options(strategy).split(), *EACH.split()])
+    made: Any = cli.trainer.strategy
+    for name in ("reshard_after_forward", "ranks_per_shard", "reduce_dtype", "cpu_offload"):
+        assert getattr(made, name) == getattr(strategy, name)
+    assert made.sync_every_micro_batch
+
+
 def test_fragmentation_is_turned_only_where_there_is_some() -> None:
     """With what the environment sets already, and not where the allocator does it already."""
     ragged = replace(FULL, fragmented=8 * GIB)
@@ -239,7 +306,9 @@ def test_the_host_of_a_gpu_has_levers_of_its_own() -> None:
     assert "Slurm: --mem" in advice(SETUP, host)[-1].effect
 
 
-@pytest.mark.parametrize("paste", [*ALL, "--trainer.precision bf16-mixed", "--data.num_workers 1"])
+@pytest.mark.parametrize(
+    "paste", [*ALL, f"{AS_CLASS} {EACH}", f"{OFFLOAD} {EACH}", "--trainer.precision bf16-mixed", "--data.num_workers 1"]
+)
 @pytest.mark.usefixtures("run_root")
 def test_every_advice_is_a_valid_option(paste: str) -> None:
     """The command takes it, and makes of it what the advice says, with the global batch kept."""
@@ -247,7 +316,8 @@ def test_every_advice_is_a_valid_option(paste: str) -> None:
     assert cli.here.plan is not None
     assert cli.here.plan.global_batch_size == 16
     strategy: Any = cli.trainer.strategy
-    assert getattr(strategy, "cpu_offload", False) == (paste == OFFLOAD)
+    assert getattr(strategy, "cpu_offload", False) == (OFFLOAD in paste)
+    assert getattr(strategy, "sync_every_micro_batch", False) == (EACH in paste)
     assert hasattr(strategy, "reshard_after_forward") == ("--trainer.strategy" in paste)
 
 
@@ -265,6 +335,18 @@ def test_a_run_without_memory_goes_on_with_the_advice(run_root: Path, capsys: py
     assert "--run mine\n" in said
     assert read_json(run_root / "mine/summary.json")["exit_reason"] == "out of memory"
     assert fit(run_root, "mine", *CRAMPED, "--micro_batch_size", "4").is_dir()
+
+
+@pytest.mark.usefixtures("run_root")
+def test_blocks_that_cannot_be_read_do_not_hide_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice leaves out what works on blocks; who runs without them learns of lacking memory only."""
+    monkeypatch.setattr(Cramped, "BLOCKS", "Block", raising=False)
+    assert main(["fit", *CPU, *CRAMPED]) == exit_codes.OUT_OF_MEMORY
+    said = capsys.readouterr().err
+    assert "  --micro_batch_size 4\n" in said
+    assert "--activation_checkpointing" not in said
 
 
 def test_an_evaluation_without_memory(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
