@@ -13,10 +13,11 @@ import yaml
 from src.errors import UserError
 
 if TYPE_CHECKING:  # the launcher reads files with this module and must start fast
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+GROUPS = ("trainer", "checkpoint", "breaker", "watchdog")  # settings of classes of ours, not named by class_path
 PROJECT_KEYS = ("task", "cluster", "account", "partition")  # of project.yaml; the last three are slurm/cluster.py's
 # Lines of jsonargparse's messages that repeat what it got or list what every optional type may also be.
 NOISE = re.compile(
@@ -128,6 +129,19 @@ def read_config(path: str, name: str | None = None) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{name}: expected `key: value` lines, got a {type(content).__name__}")
     return content
+
+
+def refuse_values_for_groups(config: "Namespace", argv: list[str]) -> None:
+    """The parser takes anything for a group of settings, as the nothing below a `trainer:` whose lines are comments.
+
+    Raises:
+        UserError: it is no mapping.
+
+    """
+    for group in GROUPS:
+        if not hasattr(config[group], "items"):
+            got = "empty" if config[group] is None else repr(config[group])
+            raise UserError(f"{group} is {got}: put settings below it, or leave `{group}:` out{_origin(group, argv)}")
 
 
 def explain(error: Exception, parser: "ArgumentParser", argv: list[str]) -> str:

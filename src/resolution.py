@@ -34,6 +34,7 @@ def resolve(config: Namespace, files: list[str]) -> Resolution:
         UserError: the machine, the launcher or the numbers do not fit.
     """
     trainer = config.trainer
+    clip_note = _clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     shape = read_shape(trainer.accelerator, trainer.num_nodes, trainer.devices)
     check_shape(shape, files, CONFIGS)
     environment = process_environment(shape)
@@ -46,8 +47,15 @@ def resolve(config: Namespace, files: list[str]) -> Resolution:
         torch.set_float32_matmul_precision("high")
     root = "trainer.default_root_dir has no effect: runs go to $RUN_ROOT" if trainer.default_root_dir else None
     of_precision = (precision.warning, low_note(precision.value))
-    notes = [note for note in (batch_note, other_card_note(files, cards), *of_precision, root) if note]
+    notes = [note for note in (batch_note, clip_note, other_card_note(files, cards), *of_precision, root) if note]
     return Resolution(shape, environment, precision, strategy, plan, _half(config, plan), notes)
+
+
+def _clipping(value: float | None, algorithm: str | None) -> str | None:
+    if value is not None and not value >= 0:
+        raise UserError(f"trainer.gradient_clip_val {value}: give a number above 0, or null for no clipping")
+    useless = algorithm and not value
+    return f"trainer.gradient_clip_algorithm {algorithm} has no effect without gradient_clip_val" if useless else None
 
 
 def _half(config: Namespace, plan: BatchPlan | None) -> list[str]:

@@ -57,6 +57,8 @@ def project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (["--micro_batch_size", "2", "--data.batch_size", "3"], ["contradicts"]),
         (["--run", "../elsewhere"], ["'../elsewhere'", "no folder name"]),
         (["--compile", "true", "--model", "lightning.pytorch.demos.boring_classes.BoringModel"], ["BLOCKS"]),
+        (["--trainer.gradient_clip_val", "-1"], ["gradient_clip_val -1", "above 0, or null"]),
+        (["--trainer.gradient_clip_val", ".nan"], ["gradient_clip_val nan", "above 0, or null"]),
         (["--task", ""], ["--task is empty", "boring, letters"]),
         (["--task", "../tasks/letters"], ["'../tasks/letters' is unknown"]),
         (["--task", "boring", "--model", "a.B"], ["--task boring", "leave one of them out"]),
@@ -89,6 +91,11 @@ def test_bad_input_leaves_no_run_behind(project: Path) -> None:
         ("model:\n  init_args:\n    lrr: 3\n", ["model.init_args.lrr", "model.init_args.lr?", "bad.yaml"]),
         ("trainer:\n  max_steps: [1\n", ["bad.yaml", "line 3", "not YAML"]),
         ("- 1\n- 2\n", ["bad.yaml", "got a list"]),
+        ("trainer:\n#  max_steps: 3\n", ["trainer is empty", "leave `trainer:` out", "bad.yaml"]),
+        ("trainer: 3\n", ["trainer is 3", "bad.yaml"]),
+        ("checkpoint: null\n", ["checkpoint is empty", "bad.yaml"]),
+        ("breaker: [1]\n", ["breaker is [1]", "bad.yaml"]),
+        ("watchdog: 3\n", ["watchdog is 3", "bad.yaml"]),
     ],
 )
 def test_an_error_in_a_file_names_the_file(
