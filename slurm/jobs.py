@@ -5,6 +5,7 @@
     python slurm/jobs.py gpu RUN                    # what its GPUs do right now
     python slurm/jobs.py cancel RUN                 # that run's jobs and no others
     python slurm/jobs.py resume RUN                 # submit it again as it was: of a grid, what is not finished
+    python slurm/jobs.py resume RUN -- --micro_batch_size 4    # with other settings for training
     python slurm/jobs.py report [GRID]              # results as a table
     python slurm/jobs.py nodes                      # what is free right now
 
@@ -200,8 +201,15 @@ def cancel(found: Sequence[State]) -> None:
     print(f"cancelled: {', '.join(numbers)}")
 
 
-def resume(found: Sequence[State], name: str) -> int:
-    """Submit a run again as it was submitted, with the code it had; of a grid the points that are not finished."""
+def resume(found: Sequence[State], name: str, overrides: Sequence[str]) -> int:
+    """Submit a run again as it was submitted, with the code it had; of a grid the points that are not finished.
+
+    Args:
+        found: the run, or a grid's runs
+        name: what the user called them
+        overrides: options for training, behind those it was submitted with; from then on they are the run's
+
+    """
     if alive := [state for state in found if state.live]:
         held = alive[0]
         raise LaunchError(f"run {held.run} has job {held.live[0]} ({held.state}): nothing to resume (cancel ends it)")
@@ -210,7 +218,7 @@ def resume(found: Sequence[State], name: str) -> int:
         print(f"run {name} is finished: nothing to submit")
         return 0
     record = _newest_training(found[0])
-    argv = list(record["argv"])
+    argv = [*record["argv"], *([] if "--" in record["argv"] or not overrides else ["--"]), *overrides]
     cut = argv.index("--") if "--" in argv else len(argv)
     more = ["--name", record["name"], "--code", record["code"]]
     if record["points"]:
@@ -279,8 +287,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.add_argument("--err", action="store_true", help="how each rank ended, and who fell first")
             command.add_argument("-f", "--follow", action="store_true")
             command.add_argument("--lines", type=int, default=TAIL)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    cut = argv.index("--") if "--" in argv else len(argv)
     try:
-        options = parser.parse_args(argv)
+        options = parser.parse_args(argv[:cut])
+        options.overrides = argv[cut + 1 :]
+        if options.overrides and options.command != "resume":
+            raise LaunchError(f"{options.command} takes no settings behind `--`: resume does")
         sbatch.scrub()
         if options.command == "nodes":
             nodes()
@@ -310,7 +323,7 @@ def _run(options: argparse.Namespace, found: Sequence[State]) -> int:
         case "cancel":
             cancel(found)
         case "resume":
-            return resume(found, options.run)
+            return resume(found, options.run, options.overrides)
         case "report":
             report(found)
     return 0

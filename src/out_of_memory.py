@@ -18,6 +18,7 @@ from src.hardware import local_cards
 from src.memory import AS_CLASS, Setup, Sharding, is_out_of_memory, report
 from src.precision import resolve_precision
 from src.resolution import Resolution
+from src.start import with_options
 from src.strategies import DDP, FSDP
 from src.strategies.wrapping import find_blocks
 
@@ -38,7 +39,7 @@ def explain(
     rank, first = trainer.global_rank, announced()
     if is_out_of_memory(error) and memory.first:
         traceback.print_exception(error)
-        lines = report(setup_of(trainer, model, here, settings), memory.usage, rank, again)
+        lines = report(setup_of(trainer, model, here, settings), memory.usage, rank, with_options(again))
         print("\n".join(lines), file=sys.stderr, flush=True)
         say_it_is_said()
         return exit_codes.OUT_OF_MEMORY

@@ -1,5 +1,6 @@
 """What a start says about itself: the block at the top of its output, and the command that goes on with its run."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
 
+from src import stopped
 from src.resolution import Resolution, class_name
 from src.run import Run
+
+RESUME = "python slurm/jobs.py resume"
 
 
 def task_name(model: LightningModule) -> str:
@@ -28,7 +32,9 @@ def strategy_name(strategy: object) -> str:
 
 
 def continue_command(argv: list[str], run: Run) -> str:
-    """The command that goes on with this run, which is no fresh one then."""
+    """The command that goes on with this run, which is no fresh one then; of a job, the one that submits it again."""
+    if stopped.READ_BY_SCRIPT in os.environ:
+        return f"{RESUME} {shlex.quote(run.name)}"
     kept, skip = [], False
     for arg in argv:
         option, _, value = arg.partition("=")
@@ -39,6 +45,11 @@ def continue_command(argv: list[str], run: Run) -> str:
         elif option not in ("--fresh", "--no_fresh"):
             kept.append(arg)
     return shlex.join(["python", "-m", "src.cli", *kept, "--run", run.name])
+
+
+def with_options(command: str) -> str:
+    """A command that goes on with a run, such that options for training can be put behind it."""
+    return f"{command} --" if command.startswith(RESUME) else command
 
 
 def facts(model: LightningModule, here: Resolution, trainer: Trainer, settings: Namespace) -> dict[str, Any]:

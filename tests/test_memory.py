@@ -26,6 +26,7 @@ from src.memory import (
     unusable,
 )
 from src.out_of_memory import class_options
+from src.stopped import READ_BY_SCRIPT
 from src.strategies import FSDP
 from tests.commands import CPU, SMALL, TASK, TWO, fit, only_run, read_json, train
 from tests.crash import Cramped
@@ -347,6 +348,18 @@ def test_blocks_that_cannot_be_read_do_not_hide_it(
     said = capsys.readouterr().err
     assert "  --micro_batch_size 4\n" in said
     assert "--activation_checkpointing" not in said
+
+
+@pytest.mark.usefixtures("run_root")
+def test_a_job_without_memory_is_submitted_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is printed into a job's log is for a login node, where nobody trains."""
+    monkeypatch.setenv(READ_BY_SCRIPT, "1")
+    assert main(["fit", *CPU, *CRAMPED, "--run", "mine"]) == exit_codes.OUT_OF_MEMORY
+    said = capsys.readouterr()
+    assert "to be added to\n  python slurm/jobs.py resume mine --\nby\n" in said.err
+    assert "continue      python slurm/jobs.py resume mine\n" in said.out
 
 
 def test_an_evaluation_without_memory(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:

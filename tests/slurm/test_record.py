@@ -188,6 +188,37 @@ def test_a_run_is_resumed_by_training_it(submit: Submit, programs: Path) -> None
     assert "arguments=(fit --model.lr 0.5 " in (programs.parent / "script").read_text()
 
 
+def test_a_run_is_resumed_with_other_settings(submit: Submit, programs: Path) -> None:
+    """They come behind those it had, whose last one counts, and stay with it from then on."""
+    script = programs.parent / "script"
+    for job, (given, expected) in enumerate(
+        [
+            (["resume", "gpt", "--", "--model.lr", "0.2"], "arguments=(fit --model.lr 0.2 "),
+            (["resume", "gpt", "--", "--model.lr=0.3"], "arguments=(fit --model.lr 0.2 --model.lr=0.3 "),
+            (["resume", "gpt"], "arguments=(fit --model.lr 0.2 --model.lr=0.3 "),
+        ]
+    ):
+        if not job:
+            assert submit("--name", "gpt").returncode == 0
+        program(programs, "sbatch", f'cp "${{@: -1}}" {script}; echo {71 + job}')
+        done = submit(*given, script="jobs.py")
+        assert done.returncode == 0, done.stderr
+        assert expected in script.read_text()
+
+
+def test_settings_of_a_resume_are_checked(submit: Submit) -> None:
+    """Before anything waits in the queue; and no other command takes any."""
+    assert submit("--name", "gpt").returncode == 0
+    refused = submit("resume", "gpt", "--", "--run", "other", script="jobs.py")
+    assert (refused.returncode, "contradict each other" in refused.stderr) == (2, True), refused.stderr
+    for command in ("list", "logs", "cancel", "report"):
+        refused = submit(command, "gpt", "--", "--model.lr", "1", script="jobs.py")
+        assert (refused.returncode, refused.stderr) == (
+            2,
+            f"error: {command} takes no settings behind `--`: resume does\n",
+        )
+
+
 def test_a_single_run_does_not_become_a_grids(submit: Submit) -> None:
     """It would go on under settings that are not its own."""
     assert submit("--name", "g-0", "--", "--model.lr", "5").returncode == 0
