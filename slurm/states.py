@@ -18,6 +18,7 @@ from slurm import history, race, sbatch
 from slurm.errors import LaunchError
 from slurm.record import adopt, all_records
 from slurm.syntax import format_time
+from src import exit_codes
 
 DOWN = "nodes are down or reserved: sinfo -R; another partition, or a --time that ends before"
 # Slurm's reason for a job that waits -> what that means and what to do.
@@ -202,7 +203,8 @@ def _state(
 ) -> State:
     job = record["job"]
     here = queue.get(job)
-    ended = next((entry.get("why") for entry in history.read(folder, job)[-1:] if entry["event"] == "end"), "")
+    last = [entry for entry in history.read(folder, job)[-1:] if entry["event"] == "end"]
+    ended = next((entry.get("why") or exit_codes.WORDS.get(entry.get("code") or 0, "") for entry in last), "")
     spans = [
         (seconds, row["nodes"] * row["gpus_per_node"])
         for row in rows

@@ -34,5 +34,13 @@ INTERRUPTED = 130
 KILLED = 137
 TERMINATED = 143
 
+# Of what would come again, in a table's words.
+WORDS = {
+    CRASHED: "crashed",
+    BAD_INPUT: "bad input",
+    NO_CHECKPOINT: "no whole checkpoint",
+    TRIPPED: "tripped",
+    OUT_OF_MEMORY: "out of memory",
+}
 # With these another start, in a while, may come further than this one did.
 AGAIN = (HUNG, BUSY, STOPPED, KILLED, TERMINATED)

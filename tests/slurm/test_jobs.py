@@ -158,6 +158,18 @@ def test_a_chain_of_starts_shows_how_far_it_is_and_what_was_lost(root: Path, bin
     assert found["WHY"].endswith("--max-restarts 2 is reached")
 
 
+@pytest.mark.parametrize(
+    ("code", "why"), [(1, "crashed"), (2, "bad input"), (70, "tripped"), (71, "out of memory"), (9, "NonZeroExitCode")]
+)
+def test_a_job_that_failed_says_why(root: Path, bin_folder: Path, run_jobs: Jobs, code: int, why: str) -> None:
+    """By the code that its training ended with, of which Slurm says only that it was not zero."""
+    submitted(root, "gpt", "11")
+    for event, ended in (("start", {}), ("end", {"code": code, "why": ""})):
+        history.note(root / "gpt", "11", event, **ended)
+    queue(bin_folder, "11|N/A|11|FAILED|NonZeroExitCode|")
+    assert row(run_jobs("list"), "gpt")["WHY"] == why
+
+
 @pytest.mark.parametrize("state", ["PREEMPTED", "REQUEUED", "NODE_FAIL", "COMPLETING", "SUSPENDED"])
 def test_what_comes_back_is_no_end(root: Path, bin_folder: Path, run_jobs: Jobs, state: str) -> None:
     """A job in such a state is still cancelled by name, and not submitted a second time."""
