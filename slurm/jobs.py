@@ -218,6 +218,7 @@ def resume(found: Sequence[State], name: str, overrides: Sequence[str]) -> int:
         print(f"run {name} is finished: nothing to submit")
         return 0
     record = _newest_training(found[0])
+    _refuse_overrides(overrides, record, name)
     argv = [*record["argv"], *([] if "--" in record["argv"] or not overrides else ["--"]), *overrides]
     cut = argv.index("--") if "--" in argv else len(argv)
     more = ["--name", record["name"], "--code", record["code"]]
@@ -227,6 +228,24 @@ def resume(found: Sequence[State], name: str, overrides: Sequence[str]) -> int:
     if os.path.isdir(record["folder"]):  # from where its relative paths start
         os.chdir(record["folder"])
     return submit.main([*argv[:cut], *more, *argv[cut:]])
+
+
+def _refuse_overrides(overrides: Sequence[str], record: Mapping[str, Any], name: str) -> None:
+    options = [part.split("=")[0] for part in overrides]
+    axes = {axis for point in record["points"] or () for axis in point}
+    if axes and overrides and name != record["name"]:
+        raise LaunchError(
+            f"{name} is of the grid {record['name']}, whose runs have their settings in common: "
+            f"resume {record['name']} -- … for all that are not finished"
+        )
+    if varied := [option for option in options if option.removeprefix("--") in axes]:
+        raise LaunchError(f"{varied[0]} is what the grid {name} varies: submit other values as another grid")
+    foreign = [option for option in options if option in ("--config", "-c") or submit.misplaced([option])]
+    if foreign or (overrides and not overrides[0].startswith("-")):
+        raise LaunchError(
+            f"{(foreign or overrides)[0]} is no setting of training: python slurm/submit.py --name {name} … submits "
+            "the run with other files, nodes or limits"
+        )
 
 
 def _newest_training(state: State) -> Mapping[str, Any]:
@@ -282,6 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name)
         command.add_argument("run", nargs="?" if name in ("list", "report") else None)
         command.add_argument("--cluster", help="whose scratch to look in, where RUN_ROOT is not set")
+        if name == "resume":
+            command.usage = "jobs.py resume [-h] [--cluster CLUSTER] run [-- settings of training]"
         if name == "logs":
             command.add_argument("--rank", type=int, default=0)
             command.add_argument("--err", action="store_true", help="how each rank ended, and who fell first")
@@ -290,8 +311,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     cut = argv.index("--") if "--" in argv else len(argv)
     try:
-        options = parser.parse_args(argv[:cut])
+        options, unknown = parser.parse_known_args(argv[:cut])
         options.overrides = argv[cut + 1 :]
+        if unknown:
+            place = "; settings of training belong behind --" if options.command == "resume" else ""
+            raise LaunchError(f"{unknown[0]} is no argument of {options.command}{place}")
         if options.overrides and options.command != "resume":
             raise LaunchError(f"{options.command} takes no settings behind `--`: resume does")
         sbatch.scrub()

@@ -18,7 +18,6 @@ from slurm import history, race, sbatch
 from slurm.errors import LaunchError
 from slurm.record import adopt, all_records
 from slurm.syntax import format_time
-from src import exit_codes
 
 DOWN = "nodes are down or reserved: sinfo -R; another partition, or a --time that ends before"
 # Slurm's reason for a job that waits -> what that means and what to do.
@@ -201,6 +200,8 @@ def _state(
     queue: Mapping[str, Queued],
     past: Mapping[str, str],
 ) -> State:
+    from src import exit_codes
+
     job = record["job"]
     here = queue.get(job)
     last = [entry for entry in history.read(folder, job)[-1:] if entry["event"] == "end"]

@@ -40,7 +40,7 @@ from src.callbacks.preemption import Preemption
 from src.changes import ESSENTIAL
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
-from src.command_line import config_files, explain, refuse_values_for_groups, with_defaults
+from src.command_line import config_files, explain, with_defaults
 from src.endings import complain, crash, run_to_its_end
 from src.errors import NotSavedError, Stopped, UserError
 from src.files import write_text
@@ -150,7 +150,6 @@ class ProjectCLI(LightningCLI):
         except ArgumentError as error:
             inner = self._subcommand_parsers.get(args[0], parser)
             raise UserError(explain(error, inner, self.argv)) from error
-        refuse_values_for_groups(self.config[args[0]], self.argv)
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would let the checkpoint's hyperparameters override explicit options here."""

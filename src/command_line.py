@@ -13,7 +13,7 @@ import yaml
 from src.errors import UserError
 
 if TYPE_CHECKING:  # the launcher reads files with this module and must start fast
-    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse import ArgumentParser
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -29,7 +29,7 @@ def with_defaults(argv: list[str]) -> list[str]:
     """The command line with `configs/defaults.yaml` and, where no other model is named, the task's file in front.
 
     Raises:
-        UserError: no subcommand, or a --config that is missing or no YAML.
+        UserError: no subcommand, or a --config that is missing, no YAML, or has a value for a group of settings.
 
     """
     if not argv or argv[0] in ("-h", "--help"):
@@ -45,6 +45,7 @@ def with_defaults(argv: list[str]) -> list[str]:
     )
     for path in [str(CONFIGS / "defaults.yaml"), *config_files(argv)]:
         config = read_config(path)
+        _refuse_values_for_groups(config, path)
         model = config.get("model")
         names_model = names_model or isinstance(model, str) or (isinstance(model, dict) and "class_path" in model)
         task = config.get("task", task)
@@ -57,7 +58,9 @@ def with_defaults(argv: list[str]) -> list[str]:
     first = ["--config", str(CONFIGS / "defaults.yaml")]
     if not names_model:
         task = task or project_task()
-        first += ["--config", str(_task_file(task)), "--task", task]
+        path = str(_task_file(task))
+        _refuse_values_for_groups(read_config(path), path)
+        first += ["--config", path, "--task", task]
     return [argv[0], *first, *argv[1:]]
 
 
@@ -131,17 +134,13 @@ def read_config(path: str, name: str | None = None) -> dict[str, Any]:
     return content
 
 
-def refuse_values_for_groups(config: "Namespace", argv: list[str]) -> None:
-    """The parser takes anything for a group of settings, as the nothing below a `trainer:` whose lines are comments.
-
-    Raises:
-        UserError: it is no mapping.
-
-    """
+def _refuse_values_for_groups(config: Mapping[str, Any], path: str) -> None:
+    """The parser would take the nothing below a `trainer:` whose lines are all comments, and drop what came before."""
     for group in GROUPS:
-        if not hasattr(config[group], "items"):
-            got = "empty" if config[group] is None else repr(config[group])
-            raise UserError(f"{group} is {got}: put settings below it, or leave `{group}:` out{_origin(group, argv)}")
+        value = config.get(group, {})
+        if not isinstance(value, dict):
+            got = "empty" if value is None else repr(value)
+            raise UserError(f"--config {path}: {group} is {got}: put settings below it, or leave `{group}:` out")
 
 
 def explain(error: Exception, parser: "ArgumentParser", argv: list[str]) -> str:

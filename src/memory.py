@@ -9,7 +9,7 @@ import torch
 
 GIB = 2**30
 WORTH_A_SETTING = 0.05  # share of the device, from which on fragmentation and whole gradients are
-AS_CLASS = "--trainer.strategy src.strategies.FSDP"
+AS_CLASS = "--trainer.strategy src.strategies.FSDP"  # a name takes no settings
 EACH = "--trainer.strategy.sync_every_micro_batch true"
 HOST = "DefaultCPUAllocator: can't allocate memory"
 # What CUDA's libraries say, who get their memory beside PyTorch's allocator.
@@ -106,7 +106,8 @@ class Setup:
     recomputes: bool  # activations
     sharding: Sharding
     sharded_over: int  # ranks
-    as_class: str  # under fsdp: options for the same strategy, to which more can be added; else ""
+    in_front: str | None  # under fsdp: of a setting of it, "" where it is given by class; None: not under fsdp
+    reduced: int  # bytes in which fsdp sums a gradient
     accumulates: bool  # several micro batches to a step
     reduces_each: bool  # under fsdp: the gradients of each of them, and not of the step (sync_every_micro_batch)
     allocator: tuple[str, ...]  # settings in PYTORCH_CUDA_ALLOC_CONF
@@ -120,7 +121,7 @@ class Setup:
     @property
     def state(self) -> int:
         """Bytes of parameters, gradients and Adam's two moments, undivided: 16 for each parameter that is trained."""
-        return self.width * (self.parameters + 3 * self.trainable)
+        return self.width * (self.parameters + (3 * self.trainable if self.training else 0))
 
     def held(self, sharding: Sharding, ranks: int) -> int:
         """Bytes of that on one device under a kind of sharding."""
@@ -133,10 +134,10 @@ class Setup:
     def whole_gradients(self, sharding: Sharding, ranks: int) -> int:
         """Bytes that fsdp holds more on each device while a step accumulates: all gradients instead of a part.
 
-        They are in the type in which they are reduced, of 32 bits by default (FSDPParam.unsharded_accumulated_grad).
+        They are in the type in which they are summed (FSDPParam.unsharded_accumulated_grad).
         """
         part = 0 if sharding == "offload" else self.width * self.trainable // ranks
-        return max(4, self.width) * self.trainable - part
+        return max(0, (8 if self.precision == "64-true" else self.reduced) * self.trainable - part)
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,10 @@ def _no_slower(setup: Setup, usage: Usage | None) -> Iterable[Lever]:
 def _smaller_batch(setup: Setup, usage: Usage | None) -> Iterable[Lever]:
     if setup.smaller_batch:
         paste = " ".join(setup.smaller_batch)
-        sizes = f"fewer than {setup.micro_batch_size} samples at once, so fewer activations; accumulation follows"
+        sizes = f"fewer than {setup.micro_batch_size} samples at once, so fewer activations"
+        sizes += "; accumulation follows" if setup.training else ""
         if not setup.accumulates and (kept := _kept(setup, usage)):
-            paste += f" {setup.as_class} {EACH}"
+            paste += f" {_of_fsdp(setup, EACH)}"
             sizes += f", with gradients reduced each time: fsdp would keep whole ones, {gib(kept)} more"
         yield Lever(paste, sizes)
     elif setup.micro_batch_size is None:
@@ -197,14 +199,20 @@ def _smaller_batch(setup: Setup, usage: Usage | None) -> Iterable[Lever]:
 def _reduced(setup: Setup, usage: Usage | None) -> Iterable[Lever]:
     if setup.accumulates and (kept := _kept(setup, usage)):
         yield Lever(
-            f"{setup.as_class} {EACH}",
+            _of_fsdp(setup, EACH),
             f"saves {gib(kept)} of gradients that fsdp keeps whole between micro batches; communicates after each",
         )
 
 
+def _of_fsdp(setup: Setup, options: str) -> str:
+    """The class in front of its settings, unless it is given: named once more it would lose those that it has."""
+    front = AS_CLASS if setup.in_front is None else setup.in_front
+    return f"{front} {options}".lstrip()
+
+
 def _kept(setup: Setup, usage: Usage | None) -> int:
     """Bytes of whole gradients that a setting of fsdp can save, where it is worth it."""
-    if not setup.training or not setup.as_class or setup.reduces_each:
+    if not setup.training or setup.in_front is None or setup.reduces_each:
         return 0
     kept = setup.whole_gradients(setup.sharding, setup.sharded_over)
     return kept if usage is None or kept > WORTH_A_SETTING * usage.total else 0
@@ -217,8 +225,12 @@ def _sharded(setup: Setup, now: int) -> Iterable[Lever]:
     for name, sharding in kinds.items():
         saved = now - setup.held(sharding, setup.world_size)
         if saved > 0:
-            of = f"of {gib(now)} for parameters, gradients and Adam on each device"
-            yield Lever(f"--trainer.strategy {name}", f"saves {gib(saved)} {of}; costs communication")
+            what = "parameters, gradients and Adam" if setup.training else "parameters"
+            over_all = " --trainer.strategy.ranks_per_shard null" if setup.sharded_over < setup.world_size else ""
+            reshard = f"--trainer.strategy.reshard_after_forward {str(sharding == 'full').lower()}"
+            # A name would undo the settings of a strategy that is given by class.
+            paste = f"{reshard}{over_all}" if setup.in_front == "" else f"--trainer.strategy {name}"
+            yield Lever(paste, f"saves {gib(saved)} of {gib(now)} for {what} on each device; costs communication")
 
 
 def _recomputed(setup: Setup) -> Iterable[Lever]:
@@ -231,9 +243,8 @@ def _recomputed(setup: Setup) -> Iterable[Lever]:
 
 def _offloaded(setup: Setup) -> Iterable[Lever]:
     if setup.on_gpu and setup.training and setup.world_size > 1 and setup.sharding not in ("other", "offload"):
-        each = f" {EACH}" if setup.accumulates and not setup.reduces_each else ""
         yield Lever(
-            f"{setup.as_class or AS_CLASS} --trainer.strategy.cpu_offload true{each}",
+            _of_fsdp(setup, f"--trainer.strategy.cpu_offload true {EACH}"),
             "parameters, gradients and optimizer in the host's memory: many times slower",
         )
 

@@ -5,7 +5,6 @@ import sys
 import traceback
 from typing import Any
 
-import torch
 from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -58,24 +57,26 @@ def setup_of(trainer: Trainer, model: LightningModule, here: Resolution, setting
     fsdp = trainer.strategy if isinstance(trainer.strategy, FSDP) else None
     node = fsdp and fsdp.ranks_per_shard
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
+    training = trainer.state.fn in (None, TrainerFn.FITTING)
     return Setup(
         on_gpu=here.shape.accelerator == "gpu",
-        training=trainer.state.fn in (None, TrainerFn.FITTING),
+        training=training,
         world_size=here.shape.world_size,
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         precision=here.precision.value,
         auto_precision=resolve_precision("auto", local_cards(here.shape)).value,
         micro_batch_size=plan.micro_batch_size if plan else None,
-        smaller_batch=tuple(here.smaller_batch),
+        smaller_batch=tuple(here.smaller_batch) if model.automatic_optimization or not training else (),
         global_batch_size=plan.global_batch_size if plan else None,
         has_blocks=_has_blocks(model),
         compiled=settings.compile,
         recomputes=settings.activation_checkpointing,
         sharding=sharding,
         sharded_over=here.shape.devices if node == "node" else node or here.shape.world_size,
-        as_class=class_options(fsdp) if fsdp else "",
-        accumulates=trainer.accumulate_grad_batches > 1,
+        in_front=in_front(fsdp, settings.trainer.strategy) if fsdp else None,
+        reduced=fsdp.reduce_dtype.itemsize if fsdp else 4,
+        accumulates=training and trainer.accumulate_grad_batches > 1,
         reduces_each=fsdp is not None and fsdp.sync_every_micro_batch,
         allocator=tuple(part for part in allocator if part and not part.startswith("pinned_")),  # those are set anew
         takes_workers="num_workers" in data,
@@ -96,14 +97,13 @@ def sharding_of(strategy: object) -> Sharding:
     return "none" if isinstance(strategy, DDP | SingleDeviceStrategy) else "other"
 
 
-def class_options(strategy: FSDP) -> str:
-    """Options that name the strategy by its class, with the settings that it has: a name of it takes no more."""
-    settings = {
-        "reshard_after_forward": "" if strategy.reshard_after_forward else "false",
-        "ranks_per_shard": strategy.ranks_per_shard,
-        "reduce_dtype": "" if strategy.reduce_dtype == torch.float32 else str(strategy.reduce_dtype).split(".")[-1],
-        "sync_every_micro_batch": "true" if strategy.sync_every_micro_batch else "",
-        "cpu_offload": "true" if strategy.cpu_offload else "",
-    }
-    given = [f"--trainer.strategy.{name} {value}" for name, value in settings.items() if value]
-    return " ".join([AS_CLASS, *given])
+def in_front(strategy: FSDP, given: object) -> str:
+    """What has to stand in front of a further setting of this strategy: its class, where it was given by name."""
+    if not isinstance(given, str):
+        return ""
+    # One that somebody has registered under a name of theirs has a class of theirs, too.
+    theirs = f"--trainer.strategy {type(strategy).__module__}.{type(strategy).__qualname__}"
+    named = [AS_CLASS if type(strategy) is FSDP else theirs]
+    named += [] if strategy.reshard_after_forward else ["--trainer.strategy.reshard_after_forward false"]
+    named += [f"--trainer.strategy.ranks_per_shard {strategy.ranks_per_shard}"] if strategy.ranks_per_shard else []
+    return " ".join(named)

@@ -110,6 +110,16 @@ def test_an_error_in_a_file_names_the_file(
         assert part in error
 
 
+@pytest.mark.parametrize("later", [["--trainer.max_steps", "1"], ["--config", "configs/cpu.yaml"], ["--print_config"]])
+def test_an_empty_group_does_not_drop_what_came_before(
+    later: list[str], project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parser forgets the defaults of a group that is empty, and takes it once anything is set in it."""
+    (path := tmp_path / "bad.yaml").write_text("trainer:\n#  max_steps: 3\n")
+    assert main([*FIT, "--config", str(path), *later]) == 2
+    assert f"--config {path}: trainer is empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("argv", "near"), [(["fitt"], "fit"), (["--config", "x.yaml", "fit"], "start with one of")])
 def test_the_subcommand_comes_first(argv: list[str], near: str) -> None:
     """Anything else in its place is refused with the four that exist."""

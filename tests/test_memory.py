@@ -25,9 +25,8 @@ from src.memory import (
     report,
     unusable,
 )
-from src.out_of_memory import class_options
+from src.out_of_memory import in_front
 from src.stopped import READ_BY_SCRIPT
-from src.strategies import FSDP
 from tests.commands import CPU, SMALL, TASK, TWO, fit, only_run, read_json, train
 from tests.crash import Cramped
 from tests.small_task import SmallData, SmallModule
@@ -69,14 +68,15 @@ SETUP = Setup(
     recomputes=False,
     sharding="none",
     sharded_over=2,
-    as_class="",
+    in_front=None,
+    reduced=4,
     accumulates=False,
     reduces_each=False,
     allocator=(),
     takes_workers=True,
 )
-OFFLOAD = f"{AS_CLASS} --trainer.strategy.cpu_offload true"
-SHARDED: dict[str, Any] = {"sharding": "full", "as_class": AS_CLASS}
+OFFLOAD = f"{AS_CLASS} --trainer.strategy.cpu_offload true {EACH}"
+SHARDED: dict[str, Any] = {"sharding": "full", "in_front": AS_CLASS}
 ALL = [
     "--compile true",
     "--micro_batch_size 4",
@@ -188,7 +188,7 @@ def test_advice_comes_in_order_of_its_cost() -> None:
     ("changed", "missing"),
     [
         ({"compiled": True}, ("compile",)),
-        ({"smaller_batch": ()}, ("micro",)),
+        ({"smaller_batch": ()}, ("--micro",)),
         ({"recomputes": True}, ("checkpointing",)),
         ({"has_blocks": False}, ("compile", "checkpointing")),
         ({"world_size": 1, "sharded_over": 1}, ("strategy",)),
@@ -196,7 +196,7 @@ def test_advice_comes_in_order_of_its_cost() -> None:
         ({"sharding": "full"}, ("grad_op", "full_shard")),
         ({"sharding": "offload"}, ("strategy",)),
         ({"sharding": "other"}, ("strategy",)),
-        ({"training": False}, ("checkpointing", "offload")),
+        ({"training": False}, ("checkpointing", "offload", "grad_op")),
         ({"on_gpu": False}, ("offload",)),
     ],
 )
@@ -222,8 +222,8 @@ def test_fsdp_may_reduce_each_micro_batch_where_whole_gradients_take_the_memory(
     large = replace(SETUP, parameters=3 * GIB, trainable=3 * GIB, **SHARDED, accumulates=True)
     (lever,) = [lever for lever in advice(large, FULL) if lever.paste == f"{AS_CLASS} {EACH}"]
     assert lever.effect.startswith("saves 6.00 GiB")
-    assert not any(EACH in paste for paste in pasted(large, reduces_each=True))
-    assert not any(EACH in paste for paste in pasted(large, training=False))
+    assert f"{AS_CLASS} {EACH}" not in pasted(large, reduces_each=True)
+    assert f"{AS_CLASS} {EACH}" not in pasted(large, training=False)
     assert f"{AS_CLASS} {EACH}" not in pasted(large, trainable=GIB)
 
 
@@ -233,7 +233,7 @@ def test_a_smaller_micro_batch_does_not_bring_whole_gradients_with_it() -> None:
     assert f"--micro_batch_size 4 {AS_CLASS} {EACH}" in pasted(large)
     assert "--micro_batch_size 4" in pasted(large, accumulates=True)
     assert "--micro_batch_size 4" in pasted(large, reduces_each=True)
-    assert "--micro_batch_size 4" in pasted(large, as_class="", sharding="none")
+    assert "--micro_batch_size 4" in pasted(large, in_front=None, sharding="none")
 
 
 def test_what_sharding_saves_is_less_while_a_step_accumulates() -> None:
@@ -242,27 +242,59 @@ def test_what_sharding_saves_is_less_while_a_step_accumulates() -> None:
     assert saved[0].startswith("saves 6.00 GiB of 16.00 GiB")
     assert replace(SETUP, accumulates=True).held("offload", 2) == 4 * GIB
     assert replace(SETUP, accumulates=True, reduces_each=True).held("full", 2) == SETUP.held("full", 2) == 8 * GIB
-    assert f"{OFFLOAD} {EACH}" in pasted(accumulates=True)
+    assert SETUP.held("offload", 2) == 0
+
+
+def test_gradients_that_are_summed_in_16_bits_take_half() -> None:
+    """What two ranks would keep whole is then no more than a part in 32 bits; in 64 bits it is twice as much."""
+    whole = replace(SETUP, accumulates=True, reduced=2)
+    assert whole.whole_gradients("full", 2) == 0
+    assert replace(whole, precision="64-true").whole_gradients("full", 2) == 4 * GIB
+
+
+def test_a_strategy_given_by_class_keeps_its_settings() -> None:
+    """Each lever adds to it; a name, or the class anew, would undo what it saves already."""
+    hybrid = replace(SETUP, **SHARDED | {"in_front": ""}, sharded_over=2, world_size=4, accumulates=True)
+    large = replace(hybrid, parameters=3 * GIB, trainable=3 * GIB)
+    assert EACH in pasted(large)
+    assert f"--trainer.strategy.cpu_offload true {EACH}" in pasted(large)
+    over_all = "--trainer.strategy.reshard_after_forward true --trainer.strategy.ranks_per_shard null"
+    (effect,) = [lever.effect for lever in advice(replace(large, reduces_each=True), FULL) if lever.paste == over_all]
+    assert effect.startswith("saves 12.00 GiB of 24.00 GiB")
+    assert not any(AS_CLASS in paste for paste in pasted(large))
+
+
+def test_an_evaluation_holds_parameters_alone() -> None:
+    """Neither gradients nor Adam are there to be divided, and nothing accumulates."""
+    levers = advice(replace(SETUP, training=False), FULL)
+    said = {lever.paste: lever.effect for lever in levers}
+    assert said["--trainer.strategy fsdp_full_shard"].startswith("saves 2.00 GiB of 4.00 GiB for parameters on each")
+    assert not any("accumulation" in effect or "Adam" in effect for effect in said.values())
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "given",
     [
-        {},
-        {"reshard_after_forward": False},
-        {"ranks_per_shard": "node", "sync_every_micro_batch": True},
-        {"ranks_per_shard": 2, "reduce_dtype": "bfloat16", "cpu_offload": True},
+        "--trainer.strategy fsdp_full_shard",
+        "--trainer.strategy fsdp_shard_grad_op",
+        "--trainer.strategy fsdp_hybrid_shard",
+        f"{AS_CLASS} --trainer.strategy.reduce_dtype bfloat16 --trainer.strategy.static_graph true",
+        f"{AS_CLASS} --trainer.strategy.ranks_per_shard 2 --trainer.strategy.timeout 0:05:00",
     ],
 )
 @pytest.mark.usefixtures("run_root")
-def test_a_strategy_can_be_given_more_settings(changed: dict[str, Any]) -> None:
-    """A name takes none: the class with the same settings is what the options make, and one more is one more."""
-    strategy = FSDP(**changed)
-    cli = ProjectCLI(["fit", *TWO, *TASK, *class_options(strategy).split(), *EACH.split()])
-    made: Any = cli.trainer.strategy
-    for name in ("reshard_after_forward", "ranks_per_shard", "reduce_dtype", "cpu_offload"):
-        assert getattr(made, name) == getattr(strategy, name)
-    assert made.sync_every_micro_batch
+def test_a_strategy_can_be_given_more_settings(given: str) -> None:
+    """With what has to stand in front it is the same strategy, and one more setting is one more."""
+    command = ["fit", *TWO, *TASK, *given.split()]
+    cli = ProjectCLI(command)
+    before: Any = cli.trainer.strategy
+    after: Any = ProjectCLI(
+        [*command, *in_front(before, cli.settings.trainer.strategy).split(), *EACH.split()]
+    ).trainer.strategy
+    for name in ("reshard_after_forward", "ranks_per_shard", "reduce_dtype", "cpu_offload", "_timeout"):
+        assert getattr(after, name) == getattr(before, name)
+    assert [made._ddp_kwargs.get("static_graph", False) for made in (before, after)] == ["static_graph" in given] * 2
+    assert (before.sync_every_micro_batch, after.sync_every_micro_batch) == (False, True)
 
 
 def test_fragmentation_is_turned_only_where_there_is_some() -> None:
@@ -285,7 +317,7 @@ def test_half_precision_is_offered_where_the_card_has_it() -> None:
 def test_a_model_that_does_not_fit_at_any_batch_is_divided() -> None:
     """Where parameters, gradients and Adam alone are more than the card, no smaller batch is offered."""
     setup = replace(SETUP, parameters=6 * GIB, trainable=6 * GIB)
-    assert pasted(setup) == without("compile", "micro", "checkpointing")
+    assert pasted(setup) == without("compile", "--micro", "checkpointing")
     assert "parameters, gradients and Adam take 96.00 GiB alone, whatever the batch" in report(setup, FULL, 0, "")
 
 
@@ -308,7 +340,7 @@ def test_the_host_of_a_gpu_has_levers_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "paste", [*ALL, f"{AS_CLASS} {EACH}", f"{OFFLOAD} {EACH}", "--trainer.precision bf16-mixed", "--data.num_workers 1"]
+    "paste", [*ALL, f"{AS_CLASS} {EACH}", "--trainer.precision bf16-mixed", "--data.num_workers 1"]
 )
 @pytest.mark.usefixtures("run_root")
 def test_every_advice_is_a_valid_option(paste: str) -> None:

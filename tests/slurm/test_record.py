@@ -209,14 +209,41 @@ def test_a_run_is_resumed_with_other_settings(submit: Submit, programs: Path) ->
 def test_settings_of_a_resume_are_checked(submit: Submit) -> None:
     """Before anything waits in the queue; and no other command takes any."""
     assert submit("--name", "gpt").returncode == 0
-    refused = submit("resume", "gpt", "--", "--run", "other", script="jobs.py")
-    assert (refused.returncode, "contradict each other" in refused.stderr) == (2, True), refused.stderr
+    for settings, said in (
+        (["--run", "other"], "contradict each other"),
+        (["--model.lr=1", "--time", "4:00:00"], "--time is no setting of training: python slurm/submit.py --name gpt"),
+        (["--config", "x.yaml"], "--config is no setting of training"),
+        (["test"], "test is no setting of training"),
+    ):
+        refused = submit("resume", "gpt", "--", *settings, script="jobs.py")
+        assert (refused.returncode, said in refused.stderr) == (2, True), refused.stderr
+    refused = submit("resume", "gpt", "--model.lr", "1", script="jobs.py")
+    assert (refused.returncode, "settings of training belong behind --" in refused.stderr) == (2, True), refused.stderr
     for command in ("list", "logs", "cancel", "report"):
         refused = submit(command, "gpt", "--", "--model.lr", "1", script="jobs.py")
         assert (refused.returncode, refused.stderr) == (
             2,
             f"error: {command} takes no settings behind `--`: resume does\n",
         )
+
+
+def test_a_grids_runs_are_given_other_settings_together(submit: Submit, programs: Path, tmp_path: Path) -> None:
+    """One of them alone would pass its own on to the others, and what the grid varies stands behind them."""
+    assert submit("--name", "g", "--grid", "model.lr=1,2").returncode == 0
+    (tmp_path / "runs/g-0").mkdir(exist_ok=True)
+    (tmp_path / "runs/g-0/DONE").touch()
+    for settings, said in (
+        (["g-1", "--", "--model.depth", "1"], "error: g-1 is of the grid g, whose runs have their settings in common"),
+        (["g", "--", "--model.lr", "1"], "error: --model.lr is what the grid g varies"),
+    ):
+        refused = submit("resume", *settings, script="jobs.py")
+        assert (refused.returncode, refused.stderr.startswith(said)) == (2, True), refused.stderr
+    program(programs, "sbatch", 'cp "${@: -1}" ' + f"{programs.parent}/script; echo 72")
+    done = submit("resume", "g", "--", "--model.depth", "1", script="jobs.py")
+    assert done.returncode == 0, done.stderr
+    script = (programs.parent / "script").read_text()
+    assert "--model.depth 1 --model.lr 2 --run g-1" in script
+    assert "g-0" not in script
 
 
 def test_a_single_run_does_not_become_a_grids(submit: Submit) -> None:
