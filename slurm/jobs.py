@@ -18,9 +18,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
@@ -29,11 +28,12 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
 
     need("submitit", "yaml")
 
-from slurm import fallen, sbatch, submit
+from slurm import fallen, sbatch
 from slurm.cluster import load_cluster
 from slurm.errors import LaunchError, Parser
 from slurm.plan import find_run_root
-from slurm.states import State, hint, records, states
+from slurm.resume import resume
+from slurm.states import State, hint, states
 
 GPU_QUERY = "index,name,utilization.gpu,memory.used,memory.total,power.draw"
 GPU_SECONDS = 30
@@ -199,60 +199,6 @@ def cancel(found: Sequence[State]) -> None:
     if done.returncode:
         raise LaunchError(f"scancel: {sbatch.advice(done.stderr)}")
     print(f"cancelled: {', '.join(numbers)}")
-
-
-def resume(found: Sequence[State], name: str, overrides: Sequence[str]) -> int:
-    """Submit a run again as it was submitted, with the code it had; of a grid the points that are not finished.
-
-    Args:
-        found: the run, or a grid's runs
-        name: what the user called them
-        overrides: options for training, behind those it was submitted with; from then on they are the run's
-
-    """
-    if alive := [state for state in found if state.live]:
-        held = alive[0]
-        raise LaunchError(f"run {held.run} has job {held.live[0]} ({held.state}): nothing to resume (cancel ends it)")
-    open_runs = [state.run for state in found if state.state != "FINISHED"]
-    if not open_runs:
-        print(f"run {name} is finished: nothing to submit")
-        return 0
-    record = _newest_training(found[0])
-    _refuse_overrides(overrides, record, name)
-    argv = [*record["argv"], *([] if "--" in record["argv"] or not overrides else ["--"]), *overrides]
-    cut = argv.index("--") if "--" in argv else len(argv)
-    more = ["--name", record["name"], "--code", record["code"]]
-    if record["points"]:
-        more += ["--points", ",".join(str(int(run.removeprefix(f"{record['name']}-"))) for run in open_runs)]
-    os.environ["RUN_ROOT"] = str(found[0].folder.parent)  # which may have been given relative to where this is run
-    if os.path.isdir(record["folder"]):  # from where its relative paths start
-        os.chdir(record["folder"])
-    return submit.main([*argv[:cut], *more, *argv[cut:]])
-
-
-def _refuse_overrides(overrides: Sequence[str], record: Mapping[str, Any], name: str) -> None:
-    options = [part.split("=")[0] for part in overrides]
-    axes = {axis for point in record["points"] or () for axis in point}
-    if axes and overrides and name != record["name"]:
-        raise LaunchError(
-            f"{name} is of the grid {record['name']}, whose runs have their settings in common: "
-            f"resume {record['name']} -- … for all that are not finished"
-        )
-    if varied := [option for option in options if option.removeprefix("--") in axes]:
-        raise LaunchError(f"{varied[0]} is what the grid {name} varies: submit other values as another grid")
-    foreign = [option for option in options if option in ("--config", "-c") or submit.misplaced([option])]
-    if foreign or (overrides and not overrides[0].startswith("-")):
-        raise LaunchError(
-            f"{(foreign or overrides)[0]} is no setting of training: python slurm/submit.py --name {name} … submits "
-            "the run with other files, nodes or limits"
-        )
-
-
-def _newest_training(state: State) -> Mapping[str, Any]:
-    """How the run was submitted last to be trained, and not to be evaluated; else how it was last submitted."""
-    rows = records(state.folder.parent)[state.run]
-    trained = [row for row in rows if str(row.get("command", "")).startswith("python -m src.cli fit")]
-    return trained[-1] if trained else state.record
 
 
 def report(found: Sequence[State]) -> None:
