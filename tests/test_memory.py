@@ -25,8 +25,9 @@ from src.memory import (
     report,
     unusable,
 )
-from src.out_of_memory import in_front
+from src.out_of_memory import in_front, setup_of
 from src.stopped import READ_BY_SCRIPT
+from src.strategies import FSDP
 from tests.commands import CPU, SMALL, TASK, TWO, fit, only_run, read_json, train
 from tests.crash import Cramped
 from tests.small_task import SmallData, SmallModule
@@ -295,6 +296,42 @@ def test_a_strategy_can_be_given_more_settings(given: str) -> None:
         assert getattr(after, name) == getattr(before, name)
     assert [made._ddp_kwargs.get("static_graph", False) for made in (before, after)] == ["static_graph" in given] * 2
     assert (before.sync_every_micro_batch, after.sync_every_micro_batch) == (False, True)
+
+
+class Registered(FSDP):
+    """A strategy of the user's, as it comes by a name of theirs."""
+
+
+class ByItself(SmallModule):
+    """Optimizes by itself, so that nothing can be accumulated for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def setup_for(*options: str) -> Setup:
+    """What the command finds out about a configuration; a global batch of 8 on two ranks."""
+    cli = ProjectCLI(["fit", *TWO, *TASK, "--global_batch_size", "8", *options])
+    return setup_of(cli.trainer, cli.model, cli.here, cli.settings)
+
+
+@pytest.mark.usefixtures("run_root")
+def test_the_configuration_says_what_accumulation_keeps() -> None:
+    """How gradients are summed, whether they are kept, and whether there can be more micro batches at all."""
+    named = setup_for("--trainer.strategy", "fsdp_full_shard", "--micro_batch_size", "2")
+    assert (named.in_front, named.reduced, named.accumulates, named.reduces_each) == (AS_CLASS, 4, True, False)
+    halves = ["--trainer.strategy.reduce_dtype", "bfloat16"]
+    given = setup_for(*AS_CLASS.split(), *halves, *EACH.split())
+    assert (given.in_front, given.reduced, given.accumulates, given.reduces_each) == ("", 2, False, True)
+    assert setup_for().in_front is None
+    assert setup_for().smaller_batch
+    assert setup_for("--model", f"{__name__}.ByItself").smaller_batch == ()
+
+
+def test_a_registered_strategy_stays_what_it_is() -> None:
+    """Its class is named, and not the one it is made from."""
+    assert in_front(Registered(), "theirs") == f"--trainer.strategy {__name__}.Registered"
 
 
 def test_fragmentation_is_turned_only_where_there_is_some() -> None:
