@@ -1,15 +1,20 @@
 # make train | test | lint | setup — everything runs in .venv, which the first call makes.
+# make test-cluster — the tests on a real Slurm of four nodes, which it starts and stops; needs root.
 # make cluster-up | cluster-down — a Slurm of four nodes on this machine; needs root and no .venv.
 PYTHON ?= python3
 CONFIG ?= configs/cpu.yaml
 BIN := .venv/bin
 
-.PHONY: train test lint format setup cluster-up cluster-down
+.PHONY: train test test-cluster lint format setup cluster-up cluster-down
 train: setup
 	$(BIN)/python -m src.cli fit --config $(CONFIG)
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 2
+
+# One process: a dozen of Slurm's would starve tests that watch the clock of a hang.
+test-cluster: setup
+	$(BIN)/python -m pytest -m cluster tests/cluster
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -42,6 +42,18 @@ def _signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def _no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watchdog that fires in pytest's own process fails its test, and does not end all tests that are to come."""
+    tests, leave = os.getpid(), os._exit
+
+    def exit_or_fail(code: int) -> None:
+        assert os.getpid() != tests, f"os._exit({code}) in the process of the tests"
+        leave(code)
+
+    monkeypatch.setattr(os, "_exit", exit_or_fail)
+
+
 @pytest.fixture
 def run_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Stand in the project's folder with an empty run root, which is returned."""

@@ -1,5 +1,6 @@
 """Every shipped configuration, and what the shapes say."""
 
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from src.command_line import CONFIGS
 from src.hardware import read_shape
 from tests.commands import BORING, SMALL
 
-SHAPES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "defaults.yaml")
-EVERY = sorted(path for folder in ("", "tasks", "presets") for path in (CONFIGS / folder).glob("*.yaml"))
+SHAPES = sorted(path for path in CONFIGS.glob("*.yaml") if re.fullmatch(r"cpu|\w+_n\d+_(gpu|proc)\d+", path.stem))
+EVERY = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "clusters")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

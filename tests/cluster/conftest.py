@@ -4,7 +4,7 @@ All tests in this folder share the cluster, which may have two cores for sixteen
 a time, whichever process of pytest-xdist it is in and from whichever copy of the project. A fixture of a wider scope
 than the test must not submit anything, it would not wait for its turn.
 
-Where there is no cluster they are skipped; with REQUIRE_CLUSTER=1 they fail instead.
+`make test-cluster` runs them; `make test` does not. They fail where there is no cluster and none can be started.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -42,24 +41,19 @@ def _cluster() -> Iterator[None]:
     """The four nodes. Whoever is last to need nodes that tests have started stops them."""
     if not found():
         if os.geteuid() != 0:
-            _without("the local Slurm is not up: `sudo make cluster-up` starts it")
+            pytest.fail("the local Slurm is not up: `sudo make cluster-up` starts it", pytrace=False)
         (STATE / "run").mkdir(parents=True, exist_ok=True)
     with locked(STATE / "run", fcntl.LOCK_SH):
         if not found():
             STARTED_BY_TESTS.touch()
             done = _local_cluster("up")
             if done.returncode or not found():
-                _without(f"the local Slurm is not up: {done.stderr.strip() or 'sinfo does not show its nodes'}")
+                reason = done.stderr.strip() or "sinfo does not show its nodes"
+                pytest.fail(f"the local Slurm is not up: {reason}", pytrace=False)
         yield
     if STARTED_BY_TESTS.exists():
         with contextlib.suppress(BlockingIOError), locked(STATE / "run", fcntl.LOCK_EX | fcntl.LOCK_NB):
             _local_cluster("down")
-
-
-def _without(reason: str) -> NoReturn:
-    if os.environ.get("REQUIRE_CLUSTER") == "1":
-        pytest.fail(f"REQUIRE_CLUSTER=1, and {reason}", pytrace=False)
-    pytest.skip(reason)
 
 
 def _local_cluster(command: str) -> subprocess.CompletedProcess[str]:

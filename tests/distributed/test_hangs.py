@@ -98,7 +98,8 @@ def test_a_rank_that_stalls_in_an_evaluation_is_named(run_root: Path, command: s
     """An evaluation is watched as training is: both ranks end, one message says which is stuck in which step."""
     way = ["--model.way", "evaluation"]
     no_validation = ["--trainer.limit_val_batches", "0", "--trainer.max_steps", "1"]
-    fit(run_root, "hung", *HANG, *SMALL_DATA, *way, *no_validation)
+    # Without a watchdog: this process is pytest's own, which a slow start of a few seconds must not end.
+    fit(run_root, "hung", *HANG, *SMALL_DATA, *way, *no_validation, "--watchdog.enabled", "false")
     code, text = hang(run_root, *SMALL_DATA, *way, subcommand=command)
     assert code == exit_codes.HUNG
     fault, other, _ = said(text).splitlines()[:3]
