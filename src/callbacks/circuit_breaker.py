@@ -185,7 +185,8 @@ class CircuitBreaker(Callback):
         return self.judge.state_dict()
 
     def running_since(self) -> int | None:
-        """The first step of a streak that had not ended at the last reading."""
+        """Return the first step of a streak that has not ended. Collective."""
+        self._read()
         return self.judge.running_since()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102

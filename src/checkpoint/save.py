@@ -44,8 +44,8 @@ class SaveNewest(Callback):
         keepers: others that have a state of their own on every rank, by name
         after_save: called when training goes on after a save, which clocks may want to leave out
         limit: seconds of training after which this start saves and stops; None: none
-        bad_since: the first step of what may prove the run broken, None where nothing does: the newest state from
-            before it stays
+        bad_since: returns the first step of what may prove the run broken, None where nothing does: the newest state
+            from before it stays. Collective
 
     """
 
@@ -62,7 +62,6 @@ class SaveNewest(Callback):
         self.keepers, self.after_save, self.bad_since = dict(keepers or {}), after_save, bad_since
         self._loaded: list[dict[str, Any]] | None = None
         self._best: Best | None = None
-        self._bad: int | None = None
         self._rounding: dict[str, Any] = {}
         self._ended = self._checked = False
         self.first_save_seconds: float | None = None  # of this start, from the copy to the disk
@@ -172,7 +171,6 @@ class SaveNewest(Callback):
             as_boundary(checkpoint, trainer)
         else:
             before_epoch(checkpoint)
-        self._bad = self.bad_since()  # the breaker has just read all steps, for its own state
         # Where a Timer has run out, it is this start that is to stop.
         checkpoint["should_stop"] = trainer.should_stop and not _out_of_time(trainer)
 
@@ -215,7 +213,9 @@ class SaveNewest(Callback):
             flush = getattr(logger, "flush", None) or getattr(getattr(logger, "experiment", None), "flush", None)
             if callable(flush):
                 flush()  # TensorBoard keeps two minutes of events to itself
-        begun, step = time.monotonic(), trainer.global_step
+        # What `written` needs of now, as values: it runs beside the training that follows, which changes all else.
+        begun, step, bad = time.monotonic(), trainer.global_step, self.bad_since()
+        told = last or self.first_save_seconds is not None
         stalled: list[float] = []
 
         def written(error: Exception | None) -> bool:
@@ -225,8 +225,9 @@ class SaveNewest(Callback):
             try:
                 if best and (path == best[0] or linked_or_said(path, best[0])):
                     best[1]()
-                self._prune(step)
-                self._tell(path, step, time.monotonic() - begun, stalled)
+                self._prune(step, bad)
+                if not told:
+                    self._tell(path, step, time.monotonic() - begun, stalled)
             except OSError as refused:  # the state is there, and the other ranks know nothing of this
                 print(f"warning: step {step} is saved, but older files were not put in order ({refused})", flush=True)
             return True
@@ -244,11 +245,10 @@ class SaveNewest(Callback):
             self.schedule.saved(trainer)
         self.after_save()
 
-    def _prune(self, step: int) -> None:
+    def _prune(self, step: int, bad: int | None) -> None:
         """Of those up to `step`, which has just been written: what is later was not this start's."""
         for_good = self.settings.keep_every_n_steps
         there = [path for path in ours(self.folder, "newest") if step_in_name(path) <= step]
-        bad = self._bad
         healthy = [path for path in there if bad is not None and step_in_name(path) < bad][-1:]
         for path in there[: -self.settings.keep]:
             if path not in healthy and not (for_good and step_in_name(path) % for_good == 0):
@@ -256,8 +256,6 @@ class SaveNewest(Callback):
         sweep(self.folder, below=step)
 
     def _tell(self, path: Path, step: int, seconds: float, stalled: list[float]) -> None:
-        if self.first_save_seconds is not None or self._ended or self.schedule.stop:
-            return
         self.first_save_seconds = seconds
         waited, hours = stalled[0] if stalled else seconds, self.settings.hours_between_interruptions
         best = max(best_interval(waited, hours * 3600), seconds)

@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from src.checkpoint.best import SaveBest
 from src.checkpoint.choose import newest
 from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
+from src.checkpoint.write import WholeFiles
 from src.errors import TrippedError, UserError
 from tests.tiny import Line, Pair, loader, quiet_trainer
 
@@ -328,6 +330,30 @@ def test_the_newest_state_before_a_streak_stays(fit, tmp_path):
     assert "(step 8). A continued run is exact and would" in said
     fit(Sick(between(12, 14)), {"steps": 9}, resume=tmp_path / "checkpoints/step=00000008.ckpt", keep=2)
     assert names(tmp_path / "checkpoints") == ["step=00000039.ckpt", "step=00000040.ckpt"]
+
+
+def test_a_trip_amid_a_save_leaves_the_state_before_the_streak(fit, tmp_path, monkeypatch):
+    """What the trip forgives does not reach the save that is being written, which deletes older files at its end."""
+    save, wait, forgive = torch.save, WholeFiles.wait, Judge.forgive
+    tripped, released = threading.Event(), threading.Event()
+
+    def slow(state, path):
+        if getattr(path, "name", "").startswith(".step=00000016"):
+            assert released.wait(60)
+        save(state, path)
+
+    def waits(files):
+        if tripped.is_set():  # the trip's own save, whose content is put together
+            released.set()
+        wait(files)
+
+    monkeypatch.setattr(torch, "save", slow)
+    monkeypatch.setattr(WholeFiles, "wait", waits)
+    monkeypatch.setattr(Judge, "forgive", lambda judge: (tripped.set(), forgive(judge)))
+    step, said = fit(Sick(between(9, 17)), {"steps": 9}, keep=2, plugins=[WholeFiles()])
+    assert (step, released.is_set()) == (17, True)
+    assert names(tmp_path / "checkpoints") == ["step=00000008.ckpt"]
+    assert "(step 8). A continued run is exact and would" in said
 
 
 def test_a_metric_of_the_validation_that_goes_bad_leaves_a_state_from_before(fit, tmp_path):
