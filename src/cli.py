@@ -251,6 +251,9 @@ class ProjectCLI(LightningCLI):
             compile_blocks(self.model)
         self.trainer.callbacks.insert(0, self.memory)  # type: ignore[attr-defined]
         arguments = self._prepare_subcommand_kwargs(self.command)
+        if (path := arguments["ckpt_path"]) and not Path(path).is_file():
+            use = "is continued by its name alone, --run" if self.command == "fit" else "has its best: --run NAME"
+            raise UserError(f"--ckpt_path {path}: no such file; a run {use}")
         # Tensors and plain types: a checkpoint must not run code, unless the user trusts this one.
         arguments["weights_only"] = arguments["weights_only"] is not False or not arguments["ckpt_path"]
         try:
@@ -286,8 +289,6 @@ class ProjectCLI(LightningCLI):
 
     def _fit(self, arguments: dict[str, Any]) -> None:
         name, start = self.settings.run, arguments["ckpt_path"]
-        if start and not Path(start).is_file():
-            raise UserError(f"--ckpt_path {start}: no such file; a run is continued by its name alone, --run")
         size = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3  # weights and two Adam moments
         facts = start_facts(self.model, self.here, self.trainer, self.settings)
         # Beside the newest the best, and one that is being written: the old one goes when the new one is there.
@@ -333,10 +334,6 @@ class ProjectCLI(LightningCLI):
 
     def _evaluate(self, arguments: dict[str, Any]) -> None:
         model, path = yaml.safe_load(self.config_text).get("model"), arguments["ckpt_path"]
-        if path in ("best", "last"):
-            raise UserError(f"--ckpt_path {path}: give a file, or --run NAME for a run's best checkpoint")
-        if path and not Path(path).is_file():
-            raise UserError(f"--ckpt_path {path}: no such file")
         if path and self.settings.run is None:
             folder = Path(path).resolve().parent
             run = Run(str(folder.parent if folder.name == "checkpoints" else folder), "evaluated", path)

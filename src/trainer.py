@@ -3,10 +3,22 @@
 from typing import Any
 
 from lightning import Trainer
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+
+class GivenCheckpoint(_CheckpointConnector):
+    """Loads the file that the command names and no other.
+
+    Without a path Lightning looks by itself: for `hpc_ckpt_<N>.ckpt` in the working directory inside a Slurm job, and
+    for what an OnExceptionCheckpoint has left in its folder. Either may be another run's.
+    """
+
+    def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        return ckpt_path or None
 
 
 class ProjectTrainer(Trainer):
-    """Lightning's Trainer with two corrections of its command line.
+    """Lightning's Trainer with two corrections of its command line, which loads no checkpoint that it is not given.
 
     `precision` may also be `auto`. And a limit of 1 stays the number 1: under the types that Lightning declares, the
     parser reads it as 1.0, which means all batches.
@@ -31,3 +43,4 @@ class ProjectTrainer(Trainer):
             "overfit_batches": overfit_batches,
         }
         super().__init__(*args, precision=precision, **limits, **kwargs)  # type: ignore[arg-type]  # resolved by then
+        self._checkpoint_connector = GivenCheckpoint(self)

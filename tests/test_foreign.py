@@ -1,5 +1,6 @@
 """What users bring: modules, data modules, strategies and bars that know nothing of this project."""
 
+import shutil
 import warnings
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from lightning.pytorch.demos import LightningTransformer
 
 from src.cli import main
-from tests.commands import BORING, CPU, PROBE, SMALL, fit, losses, only_run, read_json
+from tests.commands import BORING, CPU, PROBE, ROOT, SMALL, fit, losses, only_run, read_json, rows
 
 pytestmark = pytest.mark.usefixtures("run_root")
 
@@ -81,3 +82,27 @@ def test_a_checkpoint_that_needs_pickle_needs_trust(
     assert "pathlib" in line
     assert "--weights_only false" in line
     assert main([*start, *named, "--weights_only", "false"]) == 0
+
+
+@pytest.mark.parametrize("found", ["hpc", "exception"])
+def test_a_new_run_starts_from_no_file_that_lies_about(
+    found: str, run_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning loads a job's hpc_ckpt_1.ckpt in the working directory and an OnExceptionCheckpoint's: not here."""
+    steps = ["--trainer.log_every_n_steps", "1", "--trainer.max_steps"]
+    other = fit(run_root, "other", *SMALL, *steps, "2")
+    monkeypatch.chdir(tmp_path)
+    left = "hpc_ckpt_1.ckpt" if found == "hpc" else "on_exception.ckpt"
+    shutil.copy(other / "checkpoints/step=00000002.ckpt", left)
+    own = ["--trainer.callbacks+", "OnExceptionCheckpoint", "--trainer.callbacks.dirpath", str(tmp_path)]
+    if found == "hpc":
+        own = []
+        for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NUM_TASKS"):
+            monkeypatch.setenv(name, "1")
+        for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID"):
+            monkeypatch.setenv(name, "0")
+        monkeypatch.setenv("SLURM_JOB_ID", "5")
+        monkeypatch.setenv("SLURM_JOB_NAME", "train")
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost")
+    assert main(["fit", "--config", str(ROOT / CPU[1]), *SMALL, *own, *steps, "4", "--run", "new"]) == 0
+    assert [row["step"] for row in rows(run_root / "new") if row["train/loss"]] == ["0", "1", "2", "3"]
