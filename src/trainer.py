@@ -3,18 +3,8 @@
 from typing import Any
 
 from lightning import Trainer
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-
-class GivenCheckpoint(_CheckpointConnector):
-    """Loads the file that the command names and no other.
-
-    Without a path Lightning looks by itself: for `hpc_ckpt_<N>.ckpt` in the working directory inside a Slurm job, and
-    for what an OnExceptionCheckpoint has left in its folder. Either may be another run's.
-    """
-
-    def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
-        return ckpt_path or None
+from src.checkpoint.restore import Restore
 
 
 class ProjectTrainer(Trainer):
@@ -43,4 +33,4 @@ class ProjectTrainer(Trainer):
             "overfit_batches": overfit_batches,
         }
         super().__init__(*args, precision=precision, **limits, **kwargs)  # type: ignore[arg-type]  # resolved by then
-        self._checkpoint_connector = GivenCheckpoint(self)
+        self._checkpoint_connector = Restore(self)
