@@ -60,7 +60,7 @@ def attach(
     exception. Saving comes before the clock, which does not count it, and after the states that it saves. The breaker
     comes after what it hears and before saving, so that the end of a broken run is not saved.
     """
-    trainer._default_root_dir = run.folder  # what Lightning's callbacks and tuners write by themselves
+    trainer._default_root_dir = run.folder  # type: ignore[attr-defined]  # what Lightning's callbacks and tuners write by themselves
     keep_wandb_run(run, trainer.loggers)
     if wanted.loggers:
         trainer.loggers = [*trainer.loggers, *run_loggers(run)]

@@ -7,6 +7,7 @@
 """
 
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -302,7 +303,8 @@ class ProjectCLI(LightningCLI):
         if run.state == "finished":
             if self.trainer.is_global_zero:
                 print(f"run {run.name} is finished (step {run.step}), nothing to do: {run.folder}")
-                print("".join(f"note: {note}; train on under a new --run name\n" for note in run.notes), end="")
+                further = f"rm {shlex.quote(str(run.path / 'DONE'))} && {continue_command(self.argv, run)}"
+                print("".join(f"note: {note}; to train it further: {further}\n" for note in run.notes), end="")
             return
         if run.checkpoint and start:
             self.here.notes.append(f"--ckpt_path is not used: the run has checkpoints of its own, {run.checkpoint}")

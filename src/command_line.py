@@ -56,12 +56,31 @@ def with_defaults(argv: list[str]) -> list[str]:
     if names_model and any(_values(argv, ("--task",))):
         raise UserError(f"--task {task} chooses a model and the command names another one: leave one of them out")
     first = ["--config", str(CONFIGS / "defaults.yaml")]
-    if not names_model:
+    evaluated = [name for name in _values(argv, ("--run",)) if argv[0] != "fit"]
+    if not names_model and task is None and evaluated:
+        first += ["--config", _model_of_run(evaluated[-1])]
+    elif not names_model:
         task = task or project_task()
         path = str(_task_file(task))
         _refuse_values_for_groups(read_config(path), path)
         first += ["--config", path, "--task", task]
     return [argv[0], *first, *argv[1:]]
+
+
+def _model_of_run(name: str) -> str:
+    """The model and the data of a run's own configuration, as YAML.
+
+    Raises:
+        UserError: there is no such run, or it has none.
+
+    """
+    from src.run import existing_run, run_root  # with PyTorch, which the launcher goes without
+
+    path = existing_run(run_root()[0], name) / "config.yaml"
+    config = read_config(str(path), str(path))
+    if not config.get("model"):
+        raise UserError(f"{path} names no model: add --model")
+    return yaml.safe_dump({name: config[name] for name in ("model", "data") if config.get(name)})
 
 
 def project_task() -> str:

@@ -2,8 +2,10 @@
 
 import fcntl
 import os
+import re
 import shlex
 import shutil
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -23,10 +25,14 @@ def test_a_finished_run_does_nothing_more(run_root: Path, capsys: pytest.Capture
 
 
 def test_a_finished_run_says_what_would_have_changed(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """More steps for a finished run are not ignored in silence."""
-    fit(run_root, "short", *SMALL)
+    """More steps for a finished run are not ignored in silence: the note has the command that trains it further."""
+    run = fit(run_root, "short", *SMALL)
     fit(run_root, "short", *SMALL, "--trainer.max_steps", "8")
-    assert "trainer.max_steps 4 -> 8; train on under a new --run name" in capsys.readouterr().out
+    (said,) = re.findall("trainer.max_steps 4 -> 8; to train it further: (rm .*)", capsys.readouterr().out)
+    remove, _, again = said.partition(" && ")
+    subprocess.run(shlex.split(remove), check=True)
+    assert main(shlex.split(again)[3:]) == 0
+    assert (run / "DONE").read_text() == "8\n"
 
 
 def test_an_unfinished_run_goes_on_from_its_newest_checkpoint(

@@ -26,6 +26,17 @@ def test_evaluation_takes_the_best_checkpoint_of_the_run_with_these_settings(run
     assert found == pytest.approx(float(rows(run)[1]["val/loss"]))
 
 
+def test_a_named_run_is_evaluated_with_its_own_model(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a model on the command line, of whatever width it is; an option of the command still counts."""
+    run = fit(run_root, "wide", *SMALL, "--model.width", "24")
+    assert main(["test", *CPU, "--run", "wide"]) == 0
+    assert read_json(run / "test.json")["metrics"]["test/accuracy"] > 0
+    assert main(["test", *CPU, "--run", "wide", "--model.width", "16"]) == 2
+    assert "the checkpoint is of another model" in capsys.readouterr().err
+    assert main(["test", *CPU, "--run", "wode"]) == 2
+    assert "like it: wide" in capsys.readouterr().err
+
+
 def test_evaluation_without_a_run_says_what_to_do(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No run of this model: one line with the folder searched, exit code 2."""
     assert main(["test", *CPU, *SMALL]) == 2
