@@ -67,7 +67,6 @@ def list_runs(found: Sequence[State]) -> None:
     ]
     for state in found:
         hours, price = state.gpu_seconds / 3600, state.record.get("cost_per_gpu_hour")
-        step = state.summary.get("last_step")
         rows.append(
             (
                 state.run,
@@ -76,7 +75,7 @@ def list_runs(found: Sequence[State]) -> None:
                 state.reason,
                 state.nodes,
                 state.elapsed,
-                "" if step is None else str(step),
+                "" if state.step is None else str(state.step),
                 state.part_done,
                 str(state.restarts or ""),
                 state.lost,
@@ -216,7 +215,7 @@ def report(found: Sequence[State]) -> None:
         value = values.get(state.run)
         shown = "" if value is None else f"{value:.6g}{' *' if value == top else ''}"
         shown += "" if alike or value is None else f" {metrics[state.run]}"
-        point, step = _point(state), state.summary.get("last_step", "")
+        point, step = _point(state), "" if state.step is None else state.step
         settings = [point.get(name, "") for name in names]
         rows.append((state.run, *settings, state.state, str(step), shown, f"{state.gpu_seconds / 3600:.2f}"))
     _table(rows)

@@ -102,9 +102,15 @@ class State:
         return _json(self.folder / "summary.json")
 
     @property
+    def step(self) -> int | None:
+        """Steps done: the summary of a run that hangs or was killed is older than its heartbeat."""
+        told = (self.summary.get("last_step"), _json(self.folder / "heartbeat").get("step"))
+        return max((step for step in told if isinstance(step, int)), default=None)
+
+    @property
     def part_done(self) -> str:
         """Of the run's steps; "" where it has no number of them."""
-        done, total = self.summary.get("last_step"), self.summary.get("total_steps")
+        done, total = self.step, self.summary.get("total_steps")
         return f"{100 * done / total:.0f} %" if isinstance(done, int) and total else ""
 
     @property

@@ -1,4 +1,4 @@
-"""Who trains a run: a lock on its folder, which goes with the process that holds it."""
+"""Who trains a run: a lock on its folder, which goes with the process that holds it, and a sign of life beside it."""
 
 import fcntl
 import os
@@ -9,7 +9,10 @@ from typing import IO
 
 from src import exit_codes
 from src.errors import UserError
+from src.files import read_json
 
+HEARTBEAT_FILE = "heartbeat"  # of a run that has not ended in order; src/callbacks/heartbeat.py writes it
+HEARTBEAT_SECONDS = 10
 LOOK_SECONDS = 1.0  # for how long a command that only looks at a run (`status`) may hold its lock
 _locks: dict[Path, IO[str]] = {}  # open until `release` or the end of this process
 
@@ -23,7 +26,8 @@ class InUseError(UserError):
 def hold(folder: Path) -> None:
     """Keep everybody else from this run until `release`; the lock goes with the process, however it ends.
 
-    Two commands on one run would train twice into the same files.
+    Two commands on one run would train twice into the same files. A lock may hold on one node only (`localflock`) or
+    be refused (Lustre without `flock`): there a heartbeat that goes on says that somebody trains the run.
 
     Raises:
         InUseError: somebody else holds it; the text says who.
@@ -46,11 +50,46 @@ def hold(folder: Path) -> None:
             time.sleep(0.05)
     except OSError:  # a file system without locks
         lock.close()
+        _refuse_living(folder, here=True)
         return
+    try:
+        _refuse_living(folder, here=False)  # a process of this machine would hold the lock
+    except InUseError:
+        lock.close()
+        raise
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     _locks[folder] = lock
+
+
+def _refuse_living(folder: Path, here: bool) -> None:
+    """Refuse a run whose heartbeat is written anew while this looks, as the clocks of two machines may differ.
+
+    A run that ended in order has none, and a killed one on this machine has no process: only a restart on another
+    machine, within an hour of a kill, waits for two beats.
+
+    Raises:
+        InUseError: it lives; the text says where
+
+    """
+    path = folder / HEARTBEAT_FILE
+    beat = read_json(path)
+    host, pid, written = beat.get("host"), beat.get("pid"), beat.get("written")
+    on_this = host == socket.gethostname()
+    if not isinstance(written, int | float) or abs(time.time() - written) > 3600:
+        return
+    if on_this and not (here and pid != os.getpid() and Path(f"/proc/{pid}").exists()):
+        return
+    print(
+        f"waiting {2 * HEARTBEAT_SECONDS} s to see whether process {pid} on {host} still trains {folder.name}",
+        flush=True,
+    )
+    until = time.monotonic() + 2 * HEARTBEAT_SECONDS
+    while time.monotonic() < until:
+        time.sleep(HEARTBEAT_SECONDS / 20)
+        if (now := read_json(path)) != beat and now:
+            raise InUseError(f"run {folder.name} is being trained right now by process {now['pid']} on {now['host']}")
 
 
 def _is_locked(lock: IO[str]) -> bool:

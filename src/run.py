@@ -17,6 +17,8 @@ import difflib
 import glob
 import hashlib
 import json
+import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,8 @@ def open_run(
     """
     root, notes = run_root()
     _check_name(name)
+    if name is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        name = _generated_name(task, config)  # what torchrun starts again has lost a process, and goes on
     if fresh and name is not None:
         name = _free_name(root, name)
     if name is None:
@@ -172,9 +176,20 @@ def _free_name(root: Path, name: str) -> str:
     return next((free for free in names if not (root / free).exists()), name)
 
 
+def _generated_name(task: str, config: str) -> str:
+    """Of the moment when this command was launched; of torchrun's restarts, when torchrun was."""
+    moment = datetime.datetime.now()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(OSError, ValueError, StopIteration):
+            ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+            boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+            moment = datetime.datetime.fromtimestamp(int(boot.split()[1]) + ticks // os.sysconf("SC_CLK_TCK"))
+    return NAME.format(task=task, date=moment.strftime("%Y%m%d-%H%M%S"), hash=_hash(config))
+
+
 def _new_folder(root: Path, task: str, config: str) -> Path:
     """A folder that nobody else has: two runs of the same second and configuration get different ones."""
-    base = NAME.format(task=task, date=datetime.datetime.now().strftime("%Y%m%d-%H%M%S"), hash=_hash(config))
+    base = _generated_name(task, config)
     for number in range(1, 1000):
         folder = root / (base if number == 1 else f"{base}-{number}")
         try:

@@ -1,7 +1,9 @@
+import errno
 import fcntl
 import json
 import os
 import shutil
+import socket
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -249,6 +251,48 @@ def test_the_lock_goes_with_the_trainer_and_not_with_its_children():
         os.close(ends)
         os.close(stays)
         os.waitpid(child, 0)
+
+
+def beat(run, host, step=1):
+    sign = {"written": time.time(), "host": host, "pid": os.getppid(), "step": step}
+    (run.path / "heartbeat").write_text(json.dumps(sign))
+
+
+@pytest.mark.parametrize(("host", "locks"), [("elsewhere", True), ("elsewhere", False), ("here", False)])
+@pytest.mark.parametrize("lives", [True, False])
+@pytest.mark.usefixtures("root")
+def test_a_heartbeat_keeps_others_from_a_run_where_locks_do_not(host, locks, lives, monkeypatch):
+    """No locks at all, or one that holds on its own node alone: refused with 75 while the heartbeat goes on."""
+    run = open_run("mine", "letters", CONFIG, 0)
+    release()
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.2)
+    host = socket.gethostname() if host == "here" else host
+    beat(run, host)
+    timer = Timer(0.1, beat, (run, host, 2))
+    if not lives:
+        assert open_run("mine", "letters", CONFIG, 0).state == "continued"
+        return
+    timer.start()
+    with pytest.raises(UserError, match=f"is being trained right now by process {os.getppid()} on {host}") as refused:
+        open_run("mine", "letters", CONFIG, 0)
+    assert refused.value.exit_code == 75
+    assert run.path not in lock._locks
+
+
+@pytest.mark.usefixtures("root")
+def test_a_restart_after_a_kill_waits_for_nobody_on_the_same_machine(capsys):
+    """The lock is free, so the process that wrote the heartbeat is gone, whatever has its number now."""
+    run = open_run("mine", "letters", CONFIG, 0)
+    release()
+    beat(run, socket.gethostname())
+    assert open_run("mine", "letters", CONFIG, 0).state == "continued"
+    assert "waiting" not in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("root")

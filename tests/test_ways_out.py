@@ -1,5 +1,6 @@
 """Each way out of the command has an exit code of its own, at whatever moment it is taken."""
 
+import json
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from src import exit_codes
 from src.cli import main
-from tests.commands import CPU, SMALL, fit, read_json
+from tests.commands import CPU, SMALL, STEPS, fit, only_run, read_json, train
 from tests.small_task import SmallModule
 
 WAYS: dict[str, Callable[[], Any]] = {
@@ -82,3 +83,16 @@ def test_an_evaluation_is_left_at_sigterm(command: str, run_root: Path) -> None:
     leaves = [*model, "--model.way", "SIGTERM", "--model.step", command, "--ckpt_path", str(checkpoint)]
     assert main([command, *CPU, *SMALL, *leaves]) == 143
     assert not (run_root / f"mine/{command}.json").exists()
+
+
+def test_torchrun_starts_the_run_again_that_it_has_lost(tmp_path: Path) -> None:
+    """Without --run, --max-restarts continues the run of the process that was killed, from its newest checkpoint."""
+    once = ["--model", "tests.crash.KilledAtStep", "--model.markers", json.dumps({"3": str(tmp_path / "killed")})]
+    data = ["--data", "tests.small_task.SmallData", "--global_batch_size", "8", "--checkpoint.monitor", "val/accuracy"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1", "-m", "--")
+    done = train(
+        tmp_path / "runs", "fit", *CPU, *once, *data, *STEPS, "--checkpoint.every_n_steps", "1", launcher=launcher
+    )
+    run = only_run(tmp_path / "runs")
+    assert f"{run} (continues from step " in done.stdout
+    assert (run / "DONE").read_text() == "4\n"

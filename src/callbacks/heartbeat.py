@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from src.checkpoint.status import HEARTBEAT_FILE, HEARTBEAT_SECONDS
+from src.lock import HEARTBEAT_FILE, HEARTBEAT_SECONDS
 
 
 class Heartbeat(Callback):

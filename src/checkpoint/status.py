@@ -13,16 +13,14 @@ from typing import Any
 
 from src.checkpoint.choose import NoWholeCheckpointError
 from src.checkpoint.entries import files_of, look, restart_from
-from src.checkpoint.files import place_inside
+from src.checkpoint.files import ours, place_inside, step_in_name
 from src.checkpoint.ranks import line, ranks_of
 from src.checkpoint.units import age, duration, shorten
 from src.errors import UserError
 from src.files import read_json
-from src.lock import owner
+from src.lock import HEARTBEAT_FILE, owner
 
 SUMMARY_SECONDS = 30  # between two summaries of a training run, as src/callbacks/run_record.py writes them
-HEARTBEAT_FILE = "heartbeat"  # of a run that has not ended in order; src/callbacks/heartbeat.py writes it
-HEARTBEAT_SECONDS = 10
 SILENT = 90  # seconds: file servers show what another machine has written up to a minute late
 # Any other reason to end is a stop that a restart continues.
 ENDINGS = {"crashed": "crashed", "out of memory": "crashed", "lost a rank": "crashed", "tripped": "tripped"}
@@ -52,8 +50,10 @@ def state_of(run: Path, now: float | None = None) -> State:
     summary = _summary(run)
     beat, progress = read_json(run / HEARTBEAT_FILE), _written(run, summary)
     signs = [sign for sign in (beat.get("written"), progress) if isinstance(sign, int | float)]
-    # Of a run that was killed the summary is older than the heartbeat.
-    last = max((step for step in (summary.get("last_step"), beat.get("step")) if isinstance(step, int)), default=None)
+    # Of a run that was killed each of these is of another moment.
+    saved = map(step_in_name, ours(run / "checkpoints", "newest")[-1:])
+    steps = (summary.get("last_step"), beat.get("step"), _last_row(run), *saved)
+    last = max((step for step in steps if isinstance(step, int)), default=None)
     state = State("new", "never trained", last, max(signs, default=None), summary=summary)
     reason = summary.get("exit_reason")
     silence = None if state.written is None else now - state.written
@@ -90,6 +90,16 @@ def _gone(beat: dict[str, Any]) -> bool:
     """Whether the process that wrote the sign of life was one of this machine and is no more."""
     pid = beat.get("pid")
     return beat.get("host") == socket.gethostname() and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
+
+
+def _last_row(run: Path) -> int | None:
+    """The steps that were done when the last whole row was logged; rows count from 0."""
+    with contextlib.suppress(OSError, ValueError), (run / "metrics.csv").open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - 65536))
+        for line in reversed(file.read().split(b"\n")[:-1]):
+            with contextlib.suppress(ValueError):
+                return int(line.partition(b",")[0]) + 1
+    return None
 
 
 def _losses(run: Path) -> list[tuple[int, float | None]]:
@@ -175,8 +185,9 @@ def show(run: Path, as_json: bool) -> None:
 def _lines(told: dict[str, Any]) -> list[str]:
     checkpoint, ended = told["checkpoint"], told["state"] in ("finished", "new")
     lines = [("run", told["folder"]), ("state", f"{told['state']} ({told['why']})")]
+    least = "at least " if told["state"] == "vanished" else ""
     if told["last_step"] is not None:
-        lines.append(("last step", str(told["last_step"])))
+        lines.append(("last step", f"{least}{told['last_step']}"))
     if told["losses"]:
         losses = [("not finite" if loss is None else f"{loss:.4g}", step) for step, loss in told["losses"]]
         lines.append(("train/loss", ", ".join(f"{loss} at step {step}" for loss, step in losses)))
@@ -190,7 +201,7 @@ def _lines(told: dict[str, Any]) -> list[str]:
         lines.append(("checkpoint", "none"))
     if told["steps_lost"] is not None and not ended:
         when = "would be lost now" if told["state"] == "running" else "to be done again"
-        lines.append(("lost", f"{told['steps_lost']} steps {when}"))
+        lines.append(("lost", f"{least}{told['steps_lost']} steps {when}"))
     if told["error"] and told["state"] in ("crashed", "tripped"):
         lines.append(("error", shorten(told["error"], 500)))
     lines += [("note", note) for note in told["notes"]]

@@ -4,6 +4,7 @@ import datetime
 import fcntl
 import json
 import os
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -44,6 +45,19 @@ def test_a_vanished_run_says_where_it_was(tmp_path: Path) -> None:
     assert told.name == "vanished"
     assert "no sign of life for 10 min" in told.why
     assert "it was on spot-7, process 41 in job 77" in told.why
+
+
+def test_a_killed_run_has_done_what_the_newest_of_its_files_says(
+    run_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The summary, the heartbeat, the last row and the newest checkpoint are of different moments."""
+    run = a_run(run_root, "mine", 2200, exit_reason="running", last_step=1164, written="2024-01-01T00:00:00+0000")
+    (run / "metrics.csv").write_text("step,train/loss\n2199,0.5\n2208,0.4\n22")
+    told = said(capsys, "status", "mine")
+    assert re.search("last step +at least 2209\n", told)
+    assert re.search("lost +at least 9 steps to be done again\n", told)
+    (run / "metrics.csv").write_text("")
+    assert re.search("last step +at least 2200\n", said(capsys, "status", "mine"))
 
 
 def test_a_process_of_this_machine_that_is_gone_needs_no_silence(tmp_path: Path) -> None:
