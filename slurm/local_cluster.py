@@ -196,7 +196,7 @@ class LocalCluster:
         for name, command in reversed(self._daemons().items()):  # munged last, the others talk through it
             if name in running:
                 self._end(running[name], command)
-        left = processes.of_jobs(self.conf)
+        left = processes.of_jobs(self.conf, NODES)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

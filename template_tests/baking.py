@@ -147,8 +147,8 @@ def tree(project: Path) -> dict[str, tuple[bytes, bool]]:
     return found
 
 
-def two_steps(project: Path, run_root: Path, *arguments: str) -> None:
+def two_steps(project: Path, run_root: Path, *arguments: str, python: Path = PYTHON) -> None:
     """Train for two steps with what plain `fit` means there."""
     steps = ("--trainer.max_steps", "2", "--trainer.limit_val_batches", "1")
-    command = (PYTHON, "-m", "src.cli", "fit", "--config", "configs/cpu.yaml", *steps, *arguments)
+    command = (python, "-m", "src.cli", "fit", "--config", "configs/cpu.yaml", *steps, *arguments)
     run(*command, cwd=project, RUN_ROOT=str(run_root))

@@ -26,10 +26,9 @@ def test_a_new_project_passes_the_tests_that_can_differ_in_it(project: Path) -> 
     the template writes or renames, and two steps of training.
     """
     run("make", "lint", cwd=project)
-    python = project / ".venv/bin/python"
-    run(python, "-m", "pytest", "--collect-only", cwd=project)
-    assert " passed" in run(python, "-m", "pytest", *OF_THE_PROJECT, cwd=project).stdout
-    two_steps(project, project / "runs")
+    assert " tests collected" in run("make", "test", cwd=project, PYTEST_ADDOPTS="--collect-only").stdout
+    assert " passed" in run("make", "test", cwd=project, PYTEST_ADDOPTS=" ".join(OF_THE_PROJECT)).stdout
+    two_steps(project, project / "runs", python=project / ".venv/bin/python")
 
 
 @pytest.mark.exhaustive
@@ -95,14 +94,5 @@ def test_all_tests_pass_without_an_example(task: str, repo: Path, tmp_path: Path
     done = run(PYTHON, "-m", "src.cli", "fit", "--config", "configs/cpu.yaml", cwd=project, check=False)
     assert done.returncode == 2
     assert f"task '{task}' is unknown" in done.stderr
-    workers = (
-        "--numprocesses",
-        "auto",
-        "--maxprocesses",
-        "4",
-        "--dist",
-        "loadfile",
-        "--max-worker-restart",
-        "2",
-    )  # as `make test` has it
-    assert " passed" in run(PYTHON, "-m", "pytest", *workers, cwd=project).stdout
+    (workers,) = re.findall("-m pytest (--numprocesses .*)", (project / "Makefile").read_text())
+    assert " passed" in run(PYTHON, "-m", "pytest", *workers.split(), cwd=project).stdout

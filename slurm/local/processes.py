@@ -5,7 +5,7 @@ import fcntl
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 
@@ -32,14 +32,15 @@ def command_line(pid: int) -> list[str]:
     return []
 
 
-def of_jobs(conf: Path) -> list[int]:
-    """Processes of jobs that run under the configuration `conf`, also when no daemon knows of them any more."""
+def of_jobs(conf: Path, nodes: Iterable[str]) -> list[int]:
+    """Processes of jobs on the `nodes` of the configuration `conf`, also when no daemon knows of them any more."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             variables = (folder / "environ").read_bytes().split(b"\0")
             ours = f"SLURM_CONF={conf}".encode() in variables
-            in_job = any(variable.startswith(b"SLURM_JOB_ID=") for variable in variables)
+            # slurmd sets this; a user's shell, also one in a job of another Slurm, may have exported SLURM_CONF.
+            in_job = any(f"SLURMD_NODENAME={node}".encode() in variables for node in nodes)
             if ours and (in_job or Path(os.readlink(folder / "exe")).name.startswith("slurmstepd")):
                 found.append(int(folder.name))
     return found

@@ -5,7 +5,7 @@ import os
 import signal
 from pathlib import Path
 
-from slurm.local_cluster import LocalCluster
+from slurm.local_cluster import LocalCluster, chosen_folder
 from tests.cluster.jobs import field, sbatch, slurm, wait_for
 from tests.cluster.project import PATIENCE, Project
 
@@ -41,7 +41,9 @@ def preempt(project: Project, job: str, seconds: int = 1) -> None:
 
 
 def of(**variables: str) -> list[int]:
-    """The processes on this machine, thus on any node, whose environment has these."""
+    """Find the processes of the local Slurm's jobs, of whichever node, whose environment has these variables."""
+    # Other tests, and jobs of another Slurm, have processes with the same numbers.
+    variables["SLURM_CONF"] = str(LocalCluster(chosen_folder()).conf)
     wanted, found = {f"{name}={value}".encode() for name, value in variables.items()}, []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
