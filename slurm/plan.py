@@ -16,10 +16,10 @@ from slurm import grid, race, snapshot, syntax
 from slurm.cluster import ROOT, Cluster, load_cluster
 from slurm.describe import summary
 from slurm.errors import LaunchError
-from slurm.included import OUTSIDE
 from slurm.overrides import refuse_config, refuse_fresh, refuse_secrets, take_run
 from slurm.record import refuse_other_points
 from slurm.render import RESTARTS, SHORTEST, Job
+from slurm.shared_root import group_warning
 from slurm.training import Shape, Training, batch_text, choose_shape, given, read_training
 
 CODE_IS_GONE = "the code of that submission is gone, {code}: submit the run anew with submit.py --name"
@@ -61,6 +61,7 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
     _check_name(name)
     shapes, notes = _shapes(options, training, cluster)
     warnings += [*cluster.warnings, *notes, *_doubts(training, cluster, run_root)]
+    warnings += [] if options.trust_run_root else group_warning(run_root)
     points = _points(options, run_root, name)
     plan = None if options.no_snapshot or options.code else _snapshot(options, configs, warnings)
     code = options.code or (run_root / ".snapshots" / plan.digest if plan else ROOT)
@@ -152,7 +153,7 @@ def _config(file: str, code: Path | None) -> str:
     places = [Path(file).resolve(), (ROOT / file).resolve()]
     if code and code != ROOT:
         places = [
-            code / (place.relative_to(ROOT) if place.is_relative_to(ROOT) else Path(OUTSIDE, place.name))
+            code / (place.relative_to(ROOT) if place.is_relative_to(ROOT) else Path(snapshot.OUTSIDE, place.name))
             for place in places
         ]
     # Where none is, src.cli's message names what is there.

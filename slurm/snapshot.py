@@ -1,16 +1,11 @@
-"""The code as it was at submission: a folder of copies that a job runs, whatever is edited while it waits.
-
-`plan` says what would travel and writes nothing; `take` makes the folder `<store>/<digest>`, or finds it made.
+"""The code as it was at submission: a read-only folder of copies that a job runs, whatever is edited while it waits.
 
 What travels: tracked files as they lie here, uncommitted edits and checked-out submodules included, without what
 `.launchignore` in the project's folder matches (gitignore's syntax); and what is included by name. A link to something
-in the snapshot leads to the copy. Any other link becomes absolute, so that it leads where it leads now: to data, as a
-rule, too large to copy. That is read live, and a warning says so. Empty folders do not travel.
+in the snapshot leads to the copy. Any other link becomes absolute: it leads to data, as a rule, which is read live.
 
-The folder also holds `.snapshot/` with `commit`, `dirty.patch` (what differs from the commit) and `left_out.txt`. The
-digest is over commit, names, modes and contents. The commit counts because the patch is against it: a run submitted
-after `git commit` has another record than the one before it, though the files may be the same. left_out.txt does not
-count: it is of the time when the snapshot was made.
+The folder also holds `.snapshot/` with `commit`, `dirty.patch` (what differs from the commit) and `left_out.txt`. Its
+name is a digest of commit, names, modes and contents: a run submitted after `git commit` is recorded under that commit.
 """
 
 import hashlib
@@ -18,197 +13,233 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
 
 from slurm.errors import LaunchError
-from slurm.included import include_path, present_in
-from slurm.shared_root import make_private, refuse_shared
-from slurm.worktree import Worktree, about, matching, patch, read_worktree, shown
+from slurm.shared_root import make_folder, refuse_shared
 
 IGNORE = ".launchignore"
 RECORDS = ".snapshot"
-MAKING = ".making-"  # how the name of an unfinished snapshot begins
-STALE = 24 * 3600.0  # seconds after which nobody is making it any more
-CODE = re.compile(r"\.(pyi?|pyx|ya?ml|toml|json|cfg|ini|sh|c|cc|cpp|cxx|h|hpp|cu|cuh)\Z")
-POINTER = b"version https://git-lfs.github.com/spec/v1\n"
-POINTER_SIZE = 1024  # bytes; a pointer is smaller
-MANY = 20  # lines of warning about left-out files
+OUTSIDE = ".included"  # where files from outside of the project travel
+CODE = re.compile(r"(\.(pyi?|pyx|ya?ml|toml|json|cfg|ini|sh|c|cc|cpp|cxx|h|hpp|cu|cuh)|/)\Z")  # "/": a repository
+# Inside a git hook, GIT_DIR and others name that hook's repository; these only say how to find and trust one.
+KEPT = ("GIT_CONFIG_", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM", "GIT_EXEC_PATH")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """What a snapshot holds. Names are relative to the project; `slurm.worktree.shown` makes one printable."""
+    """What a snapshot holds. Names are relative to the project; `shown` makes one printable."""
 
-    root: Path
+    root: Path  # the project's folder
+    prefix: str  # its name in the repository, "" or "projects/mine/"
     commit: str  # full hash of HEAD
-    changed: tuple[str, ...]  # tracked files with uncommitted edits, deleted ones too; without .launchignore's
-    files: Mapping[str, Path]  # path inside the snapshot -> file to read; sorted
-    left_out: tuple[str, ...]  # untracked files that nothing ignores; a repository of its own ends in "/"
-    warnings: tuple[str, ...]  # one line each
-    digest: str  # the snapshot's name
+    files: dict[str, Path] = field(default_factory=dict)  # path in the snapshot -> file to read; sorted
+    links: dict[str, str] = field(default_factory=dict)  # those that are links -> target; absolute: out of the snapshot
+    edits: dict[str, list[str]] = field(default_factory=dict)  # "" or a submodule's "lib/x/" -> files that differ
+    left_out: list[str] = field(default_factory=list)  # untracked, not ignored; a repository of its own ends in "/"
+    warnings: list[str] = field(default_factory=list)  # one line each
+    digest: str = ""  # the snapshot's name
+
+    @property
+    def changed(self) -> list[str]:
+        """The files with uncommitted edits, deleted ones too, and submodules at another commit."""
+        return sorted(place + name for place, names in self.edits.items() for name in names)
 
 
 def plan(root: Path, include: Sequence[Path] = ()) -> Plan:
-    """Say what would travel, and write nothing.
+    """List what travels from the project's folder, which may lie in a larger repository; write nothing.
 
-    Every file is read: git's own hashes are not of what lies here where LFS or line ends are involved.
-
-    Args:
-        root: the project's folder; it may lie in a larger repository.
-        include: untracked, ignored or outside files and folders, absolute or relative to `root`. A folder travels whole
-            but for .git and __pycache__, and links in it as what they show. What lies outside of `root` travels as
-            .included/<its name>.
-
-    Raises:
-        LaunchError: git has no commit of this folder, or a file cannot be read or included.
-
+    `include` names untracked, ignored or outside files and folders. A folder travels whole, links in it as what they
+    show; what lies outside of `root` travels as .included/<its name>.
     """
-    root = Path(os.path.abspath(root))
-    worktree = read_worktree(root)
+    root = root.resolve()
+    facts = git(root, "rev-parse", "--show-prefix", "-q", "--verify", "HEAD", fine=(0, 1))
+    prefix, commit = os.fsdecode(facts + b"\n").split("\n")[:2]
+    if not commit:
+        raise _impossible(root, "its git repository has no commit yet; git commit")
+    plan = Plan(root, prefix, commit)
+    _list(plan, "", prefix)
+    if not plan.files:
+        raise _impossible(root, "git tracks no file in it; git add and commit them")
     if (root / IGNORE).exists():
-        _take_out(root, worktree)
-    files = {name: root / name for name in worktree.tracked}
-    notes = worktree.warnings
-    for path in dict.fromkeys(include):
-        try:
-            include_path(root, path, files, notes)
-        except OSError as error:
-            raise LaunchError(f"--include {shown(str(path))}: cannot be read: {error.strerror}") from None
-    files = dict(sorted(files.items()))
-    if reserved := [name for name in files if name.startswith(f"{RECORDS}/")]:
+        _drop_ignored(plan)
+    odd = [name for name, path in plan.files.items() if not (path.is_symlink() or path.is_file())]
+    for name in odd:
+        del plan.files[name]
+    notes = _about(odd, "neither a file nor a submodule that is checked out (git submodule update --init)")
+    try:
+        for path in dict.fromkeys(include):
+            _include(plan, path, notes)
+        plan.files = dict(sorted(plan.files.items()))
+        present = {*plan.files, *(str(folder) for name in plan.files for folder in PurePath(name).parents)}
+        for name, path in plan.files.items():
+            if path.is_symlink():
+                target = os.path.normpath(path.parent / os.readlink(path))
+                inside = os.path.relpath(target, root)
+                plan.links[name] = os.path.relpath(inside, Path(name).parent) if inside in present else target
+        plan.digest = _digest(plan.commit, plan.files, plan.links)
+    except OSError as error:
+        raise LaunchError(f"{shown(str(error.filename))}: cannot be read: {error.strerror}") from None
+    if reserved := [name for name in plan.files if name.startswith(f"{RECORDS}/")]:
         raise LaunchError(f"{shown(reserved[0])}: {RECORDS} is for the snapshot's own records; rename that folder")
-    present = present_in(files)
-    left_out = tuple(sorted(name for name in worktree.untracked if name.rstrip("/") not in present))
-    links = _links(root, files)
-    lead_out = [name for name, target in links.items() if os.path.isabs(target)]
-    notes += about(lead_out, "leads out of the snapshot; the job sees what is there when it runs")
-    marks, pointers = _read_all(files, links)
-    notes += about(pointers, "an LFS pointer, not the file (git lfs pull fetches it); travels as it is")
-    warnings = (*_about_left_out(left_out), *notes)
-    changed = tuple(sorted(worktree.changed))
-    return Plan(root, worktree.commit, changed, files, left_out, warnings, _digest(worktree.commit, marks))
+    plan.left_out = sorted(name for name in plan.left_out if name.rstrip("/") not in present)
+    code = [name for name in plan.left_out if CODE.search(name)]
+    outside = [name for name, target in plan.links.items() if os.path.isabs(target)]
+    plan.warnings = [
+        *_about(code, "not tracked by git (git add or --include takes it)"),
+        *notes,
+        *_about(outside, "leads out of the snapshot; the job sees what is there when it runs", ""),
+    ]
+    return plan
 
 
 def take(plan: Plan, store: Path, trust: bool = False) -> Path:
     """Make the folder store/<digest>, read-only, or find it made; it appears whole or not at all.
 
-    Args:
-        plan: what it holds.
-        store: where snapshots lie; made for its owner alone where it is missing.
-        trust: take a store that others can write to.
-
-    Raises:
-        LaunchError: a file was edited meanwhile, the store cannot be written, or the snapshot made earlier was edited.
-
+    The store is made for its owner alone where it is missing; `trust` takes one that others can write to.
     """
-    store = Path(os.path.abspath(store))
-    final = store / plan.digest
+    final = store.absolute() / plan.digest
+    make_folder(final.parent, 0o700)
+    if not trust:
+        refuse_shared(final.parent)
     try:
-        make_private(store)
-        if not trust:
-            refuse_shared(store)
-        _remove_stale(store)
         if not final.exists():
             _make(plan, final)
     except OSError as error:
-        raise LaunchError(f"no snapshot in {shown(str(store))}: {error.strerror} ({error.filename})") from None
+        raise LaunchError(f"no snapshot in {final.parent}: {error.strerror} ({error.filename})") from None
     if not _is_whole(plan, final):
         raise LaunchError(
-            f"{shown(str(final))} was changed after it was made; when no job runs from it any more, remove it "
+            f"{final} was changed after it was made; when no job runs from it any more, remove it "
             "(chmod -R u+w, rm -r) and submit again"
         )
     return final
 
 
-def _take_out(root: Path, worktree: Worktree) -> None:
-    """Leave out, without a word, what .launchignore matches."""
-    lists = (worktree.tracked, worktree.changed, worktree.untracked)
-    found = matching(root, root / IGNORE, dict.fromkeys(name for names in lists for name in names))
-    for names in lists:
-        names[:] = [name for name in names if name not in found]
+def shown(name: str) -> str:
+    """Return a file's name as one printable line, also where it is not UTF-8."""
+    return name if name.isprintable() else repr(name)
 
 
-def _links(root: Path, files: Mapping[str, Path]) -> dict[str, str]:
-    """Where each link leads in the snapshot; an absolute path is outside of it."""
-    links = {}
-    present = present_in(files)
-    for name, path in files.items():
-        if not path.is_symlink():
+def _about(names: Sequence[str], what: str, fate: str = "; stays behind") -> list[str]:
+    """Return one warning about all of `names`; none about none."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"{shown(names[0])}{more}: {what}{fate}"] if names else []
+
+
+def _list(plan: Plan, place: str, prefix: str) -> None:
+    """Add the files of the repository at `place`, in whose status names begin with `prefix`, and of its submodules."""
+    folder = plan.root / place
+    tracked = dict.fromkeys(_names(git(folder, "ls-files", "-z")))  # in a merge conflict a file stands several times
+    edits = plan.edits[place] = []
+    options = ("--porcelain", "-z", "--no-renames", "--untracked-files=all", "--ignore-submodules=dirty")
+    for record in _names(git(folder, "status", *options, "--", ".")):
+        state, name = record[:2], record[3:].removeprefix(prefix)
+        if state == "??":
+            plan.left_out.append(place + name)
             continue
-        target = os.path.normpath(path.parent / os.readlink(path))
-        inside = os.path.relpath(target, root)
-        if inside in present:
-            links[name] = os.path.relpath(inside, os.path.dirname(name) or ".")
-        else:
-            links[name] = target
-    return links
+        edits.append(name)
+        if state[1] == "D" and state != "UD":  # what is there under its name lies behind a link in a folder's place
+            tracked.pop(name, None)
+    for name in tracked:
+        if (folder / name / ".git").exists() and not (folder / name).is_symlink():
+            _list(plan, f"{place}{name}/", "")
+        elif os.path.lexists(folder / name):
+            plan.files[place + name] = folder / name
 
 
-def _read_all(files: Mapping[str, Path], links: Mapping[str, str]) -> tuple[dict[str, bytes], list[str]]:
-    """The mark of each file, and which files are LFS pointers."""
-    marks, pointers = {}, []
-    for name, path in files.items():
-        try:
-            marks[name] = _mark(path, links.get(name))
-            if name not in links and _is_pointer(path):
-                pointers.append(name)
-        except OSError as error:
-            raise LaunchError(f"{shown(name)}: cannot be read: {error.strerror}") from None
-    return marks, pointers
+def _drop_ignored(plan: Plan) -> None:
+    """Take what .launchignore matches out of all lists."""
+    text = b"\0".join(b"./" + os.fsencode(name) for name in (*plan.files, *plan.left_out, *plan.changed))
+    command = ("-c", f"core.excludesFile={plan.root / IGNORE}", "check-ignore", "--no-index", "--stdin", "-z", "-v")
+    # The .gitignore files of the project's repository would come first; an empty one has none.
+    with tempfile.TemporaryDirectory() as empty:
+        git(Path(empty), "init", "--quiet", "--template=")
+        fields = iter(_names(git(Path(empty), *command, fine=(0, 1), text=text)))
+    answers = zip(fields, fields, fields, fields, strict=True)  # file, line, pattern, name
+    out = {name.removeprefix("./") for _, _, pattern, name in answers if not pattern.startswith("!")}
+    plan.files = {name: path for name, path in plan.files.items() if name not in out}
+    plan.left_out = [name for name in plan.left_out if name not in out]
+    plan.edits = {place: [name for name in names if place + name not in out] for place, names in plan.edits.items()}
 
 
-def _mark(path: Path, link: str | None) -> bytes:
-    """What makes a file another one: its kind and content; of a link, where it leads."""
-    if link is not None:
-        return b"link " + os.fsencode(link)
-    with path.open("rb", buffering=0) as file:
-        kind = b"run " if os.fstat(file.fileno()).st_mode & stat.S_IXUSR else b"file "
-        return kind + hashlib.file_digest(file, "sha256").digest()
+def _include(plan: Plan, path: Path, notes: list[str]) -> None:
+    """Add the files that `path`, a file or a folder, shows; note what cannot travel."""
+    asked = f"--include {shown(str(path))}"
+    given = Path(os.path.abspath(plan.root / path))
+    real = given.resolve()
+    if plan.root.is_relative_to(real):
+        raise LaunchError(f"{asked}: holds the whole project; name files or folders in it")
+    inside = (str(place.relative_to(plan.root)) for place in (given, real) if place.is_relative_to(plan.root))
+    name = next(inside, f"{OUTSIDE}/{given.name}")
+    if behind := [str(parent) for parent in PurePath(name).parents if str(parent) in plan.files]:
+        raise LaunchError(f"{asked}: lies behind the link {shown(behind[0])}; include that")
+    found = dict(_walk(name, given, (), notes))
+    if not found:
+        raise LaunchError(f"{asked}: there is no such file in {plan.root}, or no file in that folder")
+    before = [other for other in plan.files if f"{other}/".startswith(f"{name}/")]
+    if before and name.startswith(f"{OUTSIDE}/"):
+        raise LaunchError(f"{asked}: the name {shown(name)} is taken by another file")
+    for other in before:  # a tracked link gives way to what it shows
+        del plan.files[other]
+    plan.files.update(found)
 
 
-def _digest(commit: str, marks: Mapping[str, bytes]) -> str:
-    """40 hexadecimal digits for a commit and the files beside it."""
+def _walk(name: str, path: Path, above: tuple[Path, ...], notes: list[str]) -> Iterator[tuple[str, Path]]:
+    """Yield each file in `path`, links followed, as its name in the snapshot and the file to read."""
+    real = path.resolve()
+    if real.is_file():
+        yield name, real
+    elif real.is_dir() and real not in above:
+        for entry in sorted(set(os.listdir(path)) - {".git", "__pycache__"}):  # they change by themselves
+            yield from _walk(f"{name}/{entry}", path / entry, (*above, real), notes)
+    else:
+        notes += _about([name], "a dead or circular link, or no file")
+
+
+def _digest(commit: str, files: Mapping[str, Path], links: Mapping[str, str]) -> str:
+    """Return 40 hexadecimal digits for a commit and the files beside it."""
     total = hashlib.sha256(commit.encode())
-    for name, mark in marks.items():
+    for name, path in files.items():
+        if name in links:
+            mark = b"link " + os.fsencode(links[name])
+        else:
+            with path.open("rb", buffering=0) as file:
+                kind = b"run " if os.fstat(file.fileno()).st_mode & stat.S_IXUSR else b"file "
+                mark = kind + hashlib.file_digest(file, "sha256").digest()
         for part in (os.fsencode(name), mark):
             total.update(b"%d " % len(part) + part)
     return total.hexdigest()[:40]
 
 
-def _is_pointer(path: Path) -> bool:
-    if path.stat().st_size >= POINTER_SIZE:
+def _is_whole(plan: Plan, folder: Path) -> bool:
+    """Return whether the files in `folder` are those of the plan."""
+    copies = {name: folder / name for name in plan.files}
+    try:
+        links = {name: os.readlink(copy) for name, copy in copies.items() if copy.is_symlink()}
+        return _digest(plan.commit, copies, links) == plan.digest
+    except OSError:
         return False
-    with path.open("rb", buffering=0) as file:
-        return file.read(len(POINTER)) == POINTER
-
-
-def _about_left_out(names: Sequence[str]) -> list[str]:
-    """Warnings for what a job may miss; a list too long to read ends in a count."""
-    lines = []
-    for name in names:
-        if name.endswith("/"):
-            lines.append(f"{shown(name)}: a git repository of its own, no submodule; stays behind (--include takes it)")
-        elif CODE.search(name):
-            lines.append(f"{shown(name)}: untracked; stays behind (git add or --include takes it)")
-    more = [f"and {len(lines) - MANY} more such files stay behind"] if len(lines) > MANY else []
-    return lines[:MANY] + more
 
 
 def _make(plan: Plan, final: Path) -> None:
     """Build the folder under another name and rename it when it is whole."""
-    building = Path(tempfile.mkdtemp(prefix=MAKING, dir=final.parent))
+    building = Path(tempfile.mkdtemp(prefix=".making-", dir=final.parent))
     try:
         _fill(plan, building)
         if not _is_whole(plan, building):
             raise LaunchError("a file was edited while the snapshot was made; submit again")
-        _make_read_only(building)
+        for path in [building, *building.rglob("*")]:
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode & ~0o222)
         building.rename(final)
     except BaseException as error:
-        _remove(building)
+        for place, _, _ in os.walk(building):
+            os.chmod(place, 0o700)
+        shutil.rmtree(building, ignore_errors=True)
         # Of two submissions at once the second finds the other's folder in its way, which is as good.
         if not (isinstance(error, OSError) and final.exists()):
             raise
@@ -220,51 +251,46 @@ def _fill(plan: Plan, folder: Path) -> None:
     (records / "commit").write_text(f"{plan.commit}\n")
     (records / "left_out.txt").write_text("".join(f"{shown(name)}\n" for name in plan.left_out), encoding="utf-8")
     # The patch comes first: an edit before it is in the copies too, and one after it is seen by comparing these.
-    with (records / "dirty.patch").open("wb") as file:
-        file.writelines(patch(plan.root, plan.commit, plan.changed))
-    links = _links(plan.root, plan.files)
+    (records / "dirty.patch").write_bytes(b"".join(_patch(plan, place) for place, names in plan.edits.items() if names))
     for name, source in plan.files.items():
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        if name in links:
-            copy.symlink_to(links[name])
+        if name in plan.links:
+            copy.symlink_to(plan.links[name])
         else:
             # Times are not copied: a file system that purges old files would take these first.
             shutil.copyfile(source, copy)
             copy.chmod(0o755 if source.stat().st_mode & stat.S_IXUSR else 0o644)
 
 
-def _is_whole(plan: Plan, folder: Path) -> bool:
-    """Whether the files in `folder` are those of the plan."""
+def _patch(plan: Plan, place: str) -> bytes:
+    """Return the edits of one repository, a submodule's against its own commit, to apply in the outermost one's top."""
+    prefixes = (f"--src-prefix=a/{plan.prefix}{place}", f"--dst-prefix=b/{plan.prefix}{place}", "--relative")
+    style = ("--binary", "--unified=3", "--no-ext-diff", "--no-textconv", "--no-color")
+    submodules = ("--submodule=short", "--ignore-submodules=dirty")  # their edits have a part of their own
+    against = "HEAD" if place else plan.commit
+    command = ("--literal-pathspecs", "diff", *prefixes, *style, *submodules, against, "--", *plan.edits[place])
+    return git(plan.root / place, *command)
+
+
+def _names(output: bytes) -> list[str]:
+    return os.fsdecode(output).split("\0")[:-1]
+
+
+def _impossible(folder: Path, why: str) -> LaunchError:
+    around = "or --no-snapshot: the job then runs the files as they lie here when it starts"
+    return LaunchError(f"no snapshot of {shown(str(folder))}: {why}, {around}")
+
+
+def git(folder: Path, *arguments: str, fine: tuple[int, ...] = (0,), text: bytes = b"") -> bytes:
+    """Return the output of git in `folder`; refuse, in git's own words, an exit code that is not `fine`."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name.startswith(KEPT)}
+    own |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # do not refresh git's index
     try:
-        marks = {}
-        for name in plan.files:
-            copy = folder / name
-            marks[name] = _mark(copy, os.readlink(copy) if copy.is_symlink() else None)
-    except OSError:
-        return False
-    return _digest(plan.commit, marks) == plan.digest
-
-
-def _make_read_only(folder: Path) -> None:
-    for place, _, names in os.walk(folder, topdown=False):
-        for path in (*(os.path.join(place, name) for name in names), place):
-            if not os.path.islink(path):
-                os.chmod(path, os.stat(path).st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
-
-
-def _remove(folder: Path) -> None:
-    """Remove an unfinished snapshot, as far as it can be."""
-    for place, _, _ in os.walk(folder):
-        os.chmod(place, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_stale(store: Path) -> None:
-    """Remove what killed submissions have left."""
-    for folder in store.glob(f"{MAKING}*"):
-        try:
-            if folder.stat().st_mtime < time.time() - STALE:
-                _remove(folder)
-        except FileNotFoundError:
-            continue  # another submission was faster
+        done = subprocess.run(["git", "-C", folder, *arguments], input=text, env=own, capture_output=True, check=False)
+    except OSError as error:
+        raise _impossible(folder, f"git cannot be run ({error.strerror}); install it") from None
+    if done.returncode not in fine:
+        words = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        raise _impossible(folder, f"git says: {words[0].removeprefix('fatal: ')}; mend that")
+    return done.stdout

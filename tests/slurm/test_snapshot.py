@@ -8,16 +8,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from slurm import snapshot, worktree
+from slurm import snapshot
 from slurm.cluster import ROOT
 from slurm.errors import LaunchError
 from slurm.snapshot import Plan, plan, take
 
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 ODD = ["with space", 'it\'s "quoted"', "new\nline", "grüße", os.fsdecode(b"latin-\xfc"), "-n", ":(odd)*", "*"]
 
 
@@ -114,8 +112,8 @@ def test_tracked_files_travel_as_they_lie_here(root: Path, store: Path) -> None:
     git(root, "add", "src/staged.py")
     planned = plan(root)
     assert planned.commit == git(root, "rev-parse", "HEAD")
-    assert planned.changed == ("src/gone.py", "src/staged.py", "src/train.py")
-    assert planned.left_out == ("src/left.py",)
+    assert planned.changed == ["src/gone.py", "src/staged.py", "src/train.py"]
+    assert planned.left_out == ["src/left.py"]
     assert list(planned.files) == [".gitignore", "configs/a.yaml", "src/new.py", "src/staged.py", "src/train.py"]
     assert planned.files["src/train.py"] == root / "src/train.py"
     folder = take(planned, store)
@@ -125,30 +123,22 @@ def test_tracked_files_travel_as_they_lie_here(root: Path, store: Path) -> None:
 
 
 def test_what_stays_behind_though_it_looks_needed_is_warned_about(root: Path) -> None:
-    """One line for each untracked file of code or configuration; notes and data are listed only."""
+    """Untracked code and configuration is warned about, in one line; notes and data are listed only."""
     write(root, {"configs/b.yaml": "", "src/b.py": "", "kernel.cu": "", "notes.txt": "", "runs/x.py": ""})
     planned = plan(root)
-    assert planned.left_out == ("configs/b.yaml", "kernel.cu", "notes.txt", "src/b.py")
-    line = "{}: untracked; stays behind (git add or --include takes it)"
-    assert planned.warnings == tuple(line.format(name) for name in ("configs/b.yaml", "kernel.cu", "src/b.py"))
-
-
-def test_many_left_out_files_are_counted(root: Path) -> None:
-    """Nobody reads a thousand lines."""
-    for number in range(25):
-        (root / f"{number:02}.json").touch()
-    warnings = plan(root).warnings
-    assert (len(warnings), warnings[-1]) == (21, "and 5 more such files stay behind")
+    assert planned.left_out == ["configs/b.yaml", "kernel.cu", "notes.txt", "src/b.py"]
+    line = "configs/b.yaml and 2 more: not tracked by git (git add or --include takes it); stays behind"
+    assert planned.warnings == [line]
 
 
 def test_a_repository_inside_that_is_no_submodule_is_warned_about(root: Path) -> None:
     """git lists it as one folder, and its files neither as tracked nor as untracked."""
     repository(root / "cloned", {"x.py": "x\n"})
     planned = plan(root)
-    assert planned.left_out == ("cloned/",)
-    assert planned.warnings[0].startswith("cloned/: a git repository of its own, no submodule; stays behind")
+    assert planned.left_out == ["cloned/"]
+    assert planned.warnings[0].startswith("cloned/: not tracked by git (git add or --include takes it)")
     assert "cloned/x.py" in plan(root, [Path("cloned")]).files
-    assert plan(root, [Path("cloned")]).left_out == ()
+    assert plan(root, [Path("cloned")]).left_out == []
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -161,8 +151,8 @@ def test_odd_names_travel(name: str, root: Path, store: Path) -> None:
     (root / name).write_text("2")
     (root / f"left {name}.py").touch()
     planned = plan(root)
-    assert planned.changed == (name,)
-    assert planned.left_out == (f"left {name}.py",)
+    assert planned.changed == [name]
+    assert planned.left_out == [f"left {name}.py"]
     assert all(line.isprintable() for line in planned.warnings)
     folder = take(planned, store)
     assert {name, f"a b/{name}"} < names(folder)
@@ -202,8 +192,8 @@ def test_a_link_leads_to_the_copy_or_where_it_led(target: str, arrives: str, roo
     expected = arrives.format(root=root)
     link = take(planned, store) / "configs/link"
     assert os.readlink(link) == (os.path.normpath(expected) if os.path.isabs(expected) else expected)
-    warning = ("configs/link: leads out of the snapshot; the job sees what is there when it runs",)
-    assert planned.warnings == (warning if os.path.isabs(expected) else ())
+    warning = "configs/link: leads out of the snapshot; the job sees what is there when it runs"
+    assert planned.warnings == ([warning] if os.path.isabs(expected) else [])
 
 
 def test_files_behind_a_link_in_a_folder_s_place_are_not_taken_for_tracked(root: Path, tmp_path: Path) -> None:
@@ -212,8 +202,8 @@ def test_files_behind_a_link_in_a_folder_s_place_are_not_taken_for_tracked(root:
     (root / "configs").symlink_to(tmp_path / "other")
     planned = plan(root)
     assert "configs/a.yaml" not in planned.files
-    assert planned.changed == ("configs/a.yaml",)
-    assert planned.left_out == ("configs",)
+    assert planned.changed == ["configs/a.yaml"]
+    assert planned.left_out == ["configs"]
 
 
 def test_a_tracked_file_that_is_a_pipe_now_stays_behind(root: Path) -> None:
@@ -222,48 +212,7 @@ def test_a_tracked_file_that_is_a_pipe_now_stays_behind(root: Path) -> None:
     os.mkfifo(root / "configs/a.yaml")
     planned = plan(root)
     assert "configs/a.yaml" not in planned.files
-    assert planned.warnings == ("configs/a.yaml: tracked, but now neither a file nor a link; stays behind",)
-
-
-def test_what_git_is_told_not_to_look_at_is_warned_about(root: Path, store: Path) -> None:
-    """It travels as it is, though git calls it unchanged."""
-    git(root, "update-index", "--assume-unchanged", "configs/a.yaml")
-    git(root, "update-index", "--skip-worktree", "src/train.py")
-    write(root, {"configs/a.yaml": "a: 2\n"})
-    planned = plan(root)
-    assert planned.warnings[0].startswith("configs/a.yaml and 1 more: git was told to take it for unchanged; ")
-    assert (take(planned, store) / "configs/a.yaml").read_text() == "a: 2\n"
-
-
-def test_a_sparse_checkout_is_warned_about(root: Path) -> None:
-    """git does not call files deleted that it did not check out."""
-    git(root, "sparse-checkout", "set", "--no-cone", "/src/")
-    planned = plan(root)
-    assert list(planned.files) == ["src/train.py"]
-    assert planned.warnings == (".gitignore and 1 more: tracked, but not checked out here; stays behind",)
-
-
-def test_a_merge_conflict_is_warned_about(root: Path) -> None:
-    """The file stands three times in the index and once in the plan."""
-    git(root, "checkout", "-qb", "other")
-    write(root, {"configs/a.yaml": "a: 2\n"})
-    commit(root)
-    git(root, "checkout", "-q", "main")
-    write(root, {"configs/a.yaml": "a: 3\n"})
-    commit(root)
-    assert subprocess.run(["git", "-C", root, "merge", "other"], capture_output=True, check=False).returncode == 1
-    planned = plan(root)
-    assert planned.warnings == ("configs/a.yaml: has a merge conflict; travels as it is",)
-    assert planned.changed == ("configs/a.yaml",)
-    assert planned.files["configs/a.yaml"].read_text().startswith("<<<<<<<")
-
-
-def test_a_pointer_of_lfs_is_warned_about(root: Path) -> None:
-    """A file that was fetched travels like any other."""
-    write(root, {"fetched.bin": "x" * 12, "pointer.bin": POINTER, "second.bin": POINTER})
-    commit(root)
-    line = "pointer.bin and 1 more: an LFS pointer, not the file (git lfs pull fetches it); travels as it is"
-    assert plan(root).warnings == (line,)
+    assert planned.warnings[0].startswith("configs/a.yaml: neither a file nor a submodule that is checked out ")
 
 
 # Submodules
@@ -274,8 +223,8 @@ def test_submodules_travel_with_their_edits(root: Path, submodule: Path, store: 
     git(root, "config", "submodule.lib/outer.ignore", "all")
     write(submodule, {"wide.py": "wider\n", "new.py": "new\n", "inner/deep.py": "deeper\n"})
     planned = plan(root)
-    assert planned.changed == ("lib/outer/inner/deep.py", "lib/outer/wide.py")
-    assert planned.left_out == ("lib/outer/new.py",)
+    assert planned.changed == ["lib/outer/inner/deep.py", "lib/outer/wide.py"]
+    assert planned.left_out == ["lib/outer/new.py"]
     folder = take(planned, store)
     assert (folder / "lib/outer/wide.py").read_text() == "wider\n"
     assert (folder / "lib/outer/inner/deep.py").read_text() == "deeper\n"
@@ -286,7 +235,7 @@ def test_a_submodule_that_is_not_checked_out_is_warned_about(root: Path, submodu
     """Its folder is there, and empty."""
     git(submodule, "submodule", "--quiet", "deinit", "--force", "inner")
     warnings = plan(root).warnings
-    assert warnings[0].startswith("lib/outer/inner: submodule, not checked out (git submodule update --init)")
+    assert warnings[0].startswith("lib/outer/inner: neither a file nor a submodule that is checked out (git submodule ")
 
 
 def test_a_submodule_s_patch_applies(root: Path, submodule: Path, store: Path, tmp_path: Path) -> None:
@@ -306,7 +255,7 @@ def test_a_submodule_at_another_commit_is_a_change(root: Path, submodule: Path, 
     new = commit(submodule)
     write(submodule, {"wide.py": "widest\n"})
     planned = plan(root)
-    assert planned.changed == ("lib/outer", "lib/outer/wide.py")
+    assert planned.changed == ["lib/outer", "lib/outer/wide.py"]
     assert f"+Subproject commit {new}\n" in (take(planned, store) / ".snapshot/dirty.patch").read_text()
 
 
@@ -319,7 +268,7 @@ def test_included_files_travel(root: Path, store: Path, tmp_path: Path) -> None:
     write(tmp_path, {"outside/e/f.txt": "f", "vocabulary.json": "g"})
     include = ["configs/b.yaml", "runs/keep", str(tmp_path / "outside"), "../vocabulary.json", str(root / "runs/keep")]
     planned = plan(root, [Path(path) for path in include])
-    assert planned.left_out == ("left.py",)
+    assert planned.left_out == ["left.py"]
     more = {"configs/b.yaml", "runs/keep/c.log", ".included/outside/e/f.txt", ".included/vocabulary.json"}
     assert planned.files.keys() - plan(root).files.keys() == more
     assert list(planned.files) == sorted(planned.files)
@@ -350,7 +299,7 @@ def test_a_tracked_link_can_be_included_as_what_it_shows(root: Path, store: Path
     (root / "data").symlink_to(tmp_path / "data")
     commit(root)
     planned = plan(root, [Path("data")])
-    assert planned.warnings == ()
+    assert planned.warnings == []
     assert (take(planned, store) / "data/x").read_text() == "x"
     assert not (take(planned, store) / "data").is_symlink()
     assert "lies behind the link data; include that" in refused(root, "data/x")
@@ -369,22 +318,18 @@ def test_what_no_job_needs_is_not_included(root: Path) -> None:
 @pytest.mark.parametrize(
     ("include", "reason"),
     [
-        (["nothing"], "--include nothing: there is no such file or folder in "),
+        (["nothing"], "--include nothing: there is no such file in "),
+        (["empty"], "--include empty: there is no such file in "),
         (["."], "--include .: holds the whole project"),
         ([".."], "--include ..: holds the whole project"),
         (["../x/same", "../y/same"], "--include ../y/same: the name .included/same is taken by another file"),
     ],
 )
 def test_an_include_that_cannot_be_had_is_an_error(include: list[str], reason: str, root: Path, tmp_path: Path) -> None:
-    """Missing, the project itself (with its runs and environments), or two of one name."""
+    """Missing, empty, the project itself (with its runs and environments), or two of one name."""
+    (root / "empty").mkdir()
     write(tmp_path, {"x/same": "x", "y/same": "y"})
     assert refused(root, *include).startswith(reason)
-
-
-def test_an_empty_include_is_said(root: Path) -> None:
-    """Nothing would travel, and nobody would know."""
-    (root / "runs").mkdir()
-    assert plan(root, [Path("runs")]).warnings == ("--include runs: no file is in it",)
 
 
 # .launchignore
@@ -392,7 +337,7 @@ def test_an_empty_include_is_said(root: Path) -> None:
 
 def test_launchignore_takes_tracked_files_out(root: Path, submodule: Path) -> None:
     """Without a warning; in submodules too; a pattern with a slash is about the project's folder; `!` takes back in."""
-    files = {"docs/a.md": "a", "docs/keep.md": "a", "src/docs/b.md": "b", "big.bin": POINTER}
+    files = {"docs/a.md": "a", "docs/keep.md": "a", "src/docs/b.md": "b", "big.bin": "big"}
     write(root, files)
     commit(root)
     write(root, {"docs/a.md": "edited", "scratch/x.py": "", "kept.py": ""})
@@ -404,8 +349,8 @@ def test_launchignore_takes_tracked_files_out(root: Path, submodule: Path) -> No
         *(".gitignore", ".gitmodules", "docs/keep.md", "lib/outer/.gitmodules", "lib/outer/wide.py"),
         *("src/docs/b.md", "src/train.py"),
     ]
-    assert planned.changed == ()
-    assert planned.left_out == ("kept.py",)
+    assert planned.changed == []
+    assert planned.left_out == ["kept.py"]
     assert len(planned.warnings) == 1
 
 
@@ -462,11 +407,8 @@ def test_a_project_in_a_larger_repository(inner: Path, store: Path, tmp_path: Pa
     (inner.parent.parent / "README").write_text("edited")
     (inner / ".launchignore").write_text("/README\n")
     planned = plan(inner)
-    assert (list(planned.files), planned.changed) == (
-        ["lib/wide.py", "src/train.py"],
-        ("lib/wide.py", "src/train.py"),
-    )
-    assert planned.left_out == (".launchignore", "new.py")
+    assert list(planned.files) == planned.changed == ["lib/wide.py", "src/train.py"]
+    assert planned.left_out == [".launchignore", "new.py"]
     folder = take(planned, store)
     git(tmp_path, "clone", "-q", "--recurse-submodules", str(inner.parent.parent), "again")
     git(tmp_path / "again", "apply", str(folder / ".snapshot/dirty.patch"))
@@ -480,7 +422,7 @@ def test_a_linked_worktree_is_as_good(root: Path, store: Path, tmp_path: Path) -
     git(root, "worktree", "add", "-q", str(tmp_path / "linked"))
     write(tmp_path / "linked", {"src/train.py": "2\n", ".launchignore": "configs\n"})
     planned = plan(tmp_path / "linked")
-    assert (list(planned.files), planned.changed) == ([".gitignore", "src/train.py"], ("src/train.py",))
+    assert (list(planned.files), planned.changed) == ([".gitignore", "src/train.py"], ["src/train.py"])
     assert "+2" in (take(planned, store) / ".snapshot/dirty.patch").read_text()
 
 
@@ -516,7 +458,7 @@ def test_the_environment_of_a_hook_does_not_mislead(
     }.items():
         monkeypatch.setenv(name, str(value))
     assert plan(root) == expected
-    assert b"print(1)" in b"".join(worktree.patch(root, expected.commit, expected.changed))
+    assert b"print(1)" in snapshot._patch(expected, "")
 
 
 def test_the_user_s_git_settings_do_not_mislead(root: Path, store: Path, tmp_path: Path) -> None:
@@ -532,8 +474,8 @@ def test_the_user_s_git_settings_do_not_mislead(root: Path, store: Path, tmp_pat
     write(root, {"src/train.py": "1\n2\nthree\n4\n5\n"})
     (root / "new.txt").touch()
     planned = plan(root)
-    assert planned.changed == ("configs/a.yaml", "configs/z.yaml", "src/train.py")
-    assert planned.left_out == ("new.txt",)
+    assert planned.changed == ["configs/a.yaml", "configs/z.yaml", "src/train.py"]
+    assert planned.left_out == ["new.txt"]
     folder = take(planned, store)
     git(tmp_path, "clone", "-q", str(root), "again")
     git(tmp_path / "again", "apply", str(folder / ".snapshot/dirty.patch"))
@@ -558,7 +500,7 @@ def test_without_git_there_is_a_way_round(root: Path, monkeypatch: pytest.Monkey
     [
         ("none", "git says: not a git repository"),
         ("no commit", "its git repository has no commit yet"),
-        ("ignored", "the git repository around it ignores it"),
+        ("ignored", "git tracks no file in it"),
         ("untracked", "git tracks no file in it"),
     ],
 )
@@ -601,38 +543,17 @@ def trace(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 def test_a_plan_writes_nothing(root: Path, submodule: Path, tmp_path: Path) -> None:
-    """Where `git status` would write a newer index and git-lfs a copy of each file; here a filter that is seen."""
-    (root / ".gitattributes").write_text("*.bin filter=lfs\n")
-    (root / "a.bin").write_text("big")
-    commit(root)
-    git(root, "config", "filter.lfs.clean", f"touch {tmp_path}/called; cat")
-    git(root, "config", "filter.lfs.required", "true")
+    """Where `git status` would write a newer index."""
     (root / ".launchignore").write_text("configs\n")
-    for name in ("a.bin", "src/train.py", "lib/outer/wide.py"):
+    for name in ("src/train.py", "lib/outer/wide.py"):
         os.utime(root / name, (1, 1))
     write(root, {"left.py": "", "runs/x": ""})
     before = trace(tmp_path)
     planned = plan(root, [Path("runs")])
     assert trace(tmp_path) == before
     git(root, "status")
-    after = trace(tmp_path)
-    assert before["project/.git/index"] != after["project/.git/index"]
-    assert "called" in after
+    assert before["project/.git/index"] != trace(tmp_path)["project/.git/index"]
     assert "src/train.py" not in planned.changed
-
-
-def test_a_plan_is_fast(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three processes of git, however many files: a dry run calls it."""
-    calls = []
-    run = subprocess.run
-
-    def counted(*given: Any, **more: Any) -> subprocess.CompletedProcess[bytes]:
-        calls.append(given)
-        return run(*given, **more)
-
-    monkeypatch.setattr(subprocess, "run", counted)
-    plan(root)
-    assert len(calls) == 3
 
 
 def test_importing_is_light() -> None:
@@ -753,7 +674,7 @@ def test_a_store_that_others_can_write_to_is_refused(root: Path, store: Path) ->
     """Unless it is trusted by name."""
     store.mkdir(parents=True)
     store.chmod(0o777)
-    with pytest.raises(LaunchError, match=r"could change what your jobs execute: chmod go-w .*--trust-run-root"):
+    with pytest.raises(LaunchError, match=r"could change what your jobs execute: chmod o-w .*--trust-run-root"):
         take(plan(root), store)
     assert os.listdir(store) == []
     assert take(plan(root), store, trust=True).is_dir()
@@ -812,20 +733,6 @@ def test_a_snapshot_has_its_name_only_when_it_is_whole(
     assert take(plan(root), store).is_dir()
 
 
-def test_what_a_killed_submission_left_is_removed_after_a_day(root: Path, store: Path) -> None:
-    """Read-only or not; a younger one may be another submission's, and whole ones are never removed."""
-    first = take(plan(root), store)
-    for name in (".making-old", ".making-young"):
-        write(store / name, {"src/train.py": "half"})
-    (store / ".making-old/src").chmod(0o555)
-    old = first.stat().st_mtime - 25 * 3600
-    for folder in (store / ".making-old", first):
-        os.utime(folder, (old, old))
-    (root / "src/train.py").write_text("2\n")
-    second = take(plan(root), store)
-    assert sorted(os.listdir(store)) == sorted([".making-young", first.name, second.name])
-
-
 def test_an_edit_while_the_snapshot_is_made_is_an_error(
     root: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -856,5 +763,5 @@ def test_a_snapshot_that_was_changed_is_not_used(damage: str, root: Path, store:
 def test_a_store_that_cannot_be_made_is_an_error(root: Path, tmp_path: Path) -> None:
     """One line with the system's word."""
     (tmp_path / "file").touch()
-    with pytest.raises(LaunchError, match=r"^no snapshot in .*/file/snapshots: Not a directory"):
+    with pytest.raises(LaunchError, match=r"/file/snapshots cannot be made \(Not a directory\): set RUN_ROOT"):
         take(plan(root), tmp_path / "file/snapshots")

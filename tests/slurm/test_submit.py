@@ -253,6 +253,14 @@ def test_a_run_root_of_nobody_is_refused(submit: Submit) -> None:
     assert "RUN_ROOT=~nobody-here/x: there is no such user" in error(submit("--dry-run", RUN_ROOT="~nobody-here/x"))
 
 
+def test_a_run_root_that_a_group_can_write_to_is_warned_about(submit: Submit, tmp_path: Path) -> None:
+    """Not where that is accepted by name."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs").chmod(0o775)
+    assert f"warning: its group can write to {tmp_path / 'runs'}" in submit("--dry-run").stderr
+    assert "its group" not in submit("--dry-run", "--trust-run-root").stderr
+
+
 def test_an_included_file_is_the_one_of_the_current_folder(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
