@@ -28,7 +28,8 @@ def test_a_new_project_passes_the_tests_that_can_differ_in_it(project: Path) -> 
     run("make", "lint", cwd=project)
     assert " tests collected" in run("make", "test", cwd=project, PYTEST_ADDOPTS="--collect-only").stdout
     assert " passed" in run("make", "test", cwd=project, PYTEST_ADDOPTS=" ".join(OF_THE_PROJECT)).stdout
-    two_steps(project, project / "runs", python=project / ".venv/bin/python")
+    experiment = ("--config", "configs/experiments/larger_batch.yaml")
+    two_steps(project, project / "runs", *experiment, python=project / ".venv/bin/python")
 
 
 @pytest.mark.exhaustive

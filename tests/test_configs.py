@@ -10,11 +10,14 @@ import yaml
 
 from src.cli import ProjectCLI, main
 from src.command_line import CONFIGS
+from src.errors import UserError
 from src.hardware import read_shape
 from tests.commands import BORING, SMALL
 
 SHAPES = sorted(path for path in CONFIGS.glob("*.yaml") if re.fullmatch(r"cpu|\w+_n\d+_(gpu|proc)\d+", path.stem))
-EVERY = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "clusters")
+EXPERIMENTS = sorted((CONFIGS / "experiments").rglob("*.yaml"))
+EVERY = sorted({path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "clusters"} - {*EXPERIMENTS})
+TASKS = sorted(path.stem for path in (CONFIGS / "tasks").glob("*.yaml"))
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -31,6 +34,20 @@ def test_every_configuration_parses(path: Path, capsys: pytest.CaptureFixture[st
     names_model = "model" in (yaml.safe_load(path.read_text()) or {})
     config = yaml.safe_load(printed(capsys, "--config", str(path), *([] if names_model else BORING)))
     assert "class_path" in config["model"]
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_experiment_fits_a_task(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--print_config accepts it with one of the tasks, or with a model of its own."""
+    refusals = []
+    for more in (*(["--task", task] for task in TASKS), BORING):
+        try:
+            printed(capsys, *more, "--config", str(path))
+        except UserError as error:
+            refusals.append(f"{more}: {error}")
+        else:
+            return
+    pytest.fail("\n".join(refusals))
 
 
 @pytest.mark.parametrize(
