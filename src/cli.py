@@ -6,10 +6,12 @@
 `configs/defaults.yaml` comes first, then the task, then every --config in order, then the options of the command line.
 """
 
+import functools
 import os
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,11 @@ if __name__ == "__main__":  # what follows takes seconds, on a network's file sy
 import torch
 import yaml
 from jsonargparse import ActionYesNo, ArgumentError, Namespace
+from jsonargparse._instantiation import default_class_instantiator
 from jsonargparse.typing import PositiveFloat
-from lightning import Trainer
+from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from src import exit_codes, signals, stopped
@@ -41,7 +44,7 @@ from src.callbacks.preemption import Preemption
 from src.changes import ESSENTIAL
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
-from src.command_line import config_files, explain, with_defaults
+from src.command_line import config_files, explain, raised_by_import, with_defaults
 from src.endings import complain, crash, run_to_its_end
 from src.errors import NotSavedError, Stopped, UserError
 from src.files import write_text
@@ -87,6 +90,14 @@ def main(argv: list[str] | None = None) -> int:
         # A group that is left to the interpreter's exit can abort a run that was perfect.
         torch.distributed.destroy_process_group()
     return code
+
+
+class Carried(BaseException):
+    """Takes an exception through code that catches every Exception."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class ProjectCLI(LightningCLI):
@@ -145,10 +156,12 @@ class ProjectCLI(LightningCLI):
         parser.add_argument("--debug_collectives", type=bool, default=False, help="NCCL and PyTorch report at INFO")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse strictly; an error becomes one line."""
+        """Parse strictly; an error becomes one line, but for one of a module that is imported for its class."""
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
+            if own := raised_by_import(error):
+                raise own from None
             inner = self._subcommand_parsers.get(args[0], parser)
             raise UserError(explain(error, inner, self.argv)) from error
 
@@ -185,6 +198,36 @@ class ProjectCLI(LightningCLI):
         return self._parser(self.subcommand).dump(config, skip_validation=True)
 
     # --- build ---
+
+    def _add_instantiators(self) -> None:
+        """Let what a class raises that the configuration names pass the parser, which would reword it."""
+
+        def carrying(instantiate: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(instantiate)
+            def call(class_type: type, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    return instantiate(class_type, *args, **kwargs)
+                except Exception as error:
+                    if not self.building:  # later, by a factory that the module was given
+                        raise
+                    raise Carried(error) from None
+
+            return call
+
+        for key, kind in (("model", LightningModule), ("data", LightningDataModule)):
+            self.parser.add_instantiator(carrying(_InstantiatorFn(cli=self, key=key)), kind)
+        self.parser.add_instantiator(carrying(default_class_instantiator), object)
+
+    def instantiate_classes(self) -> None:
+        """Build what the configuration names; an exception of its code arrives as it was raised."""
+        self.building, error = True, None
+        try:
+            super().instantiate_classes()
+        except Carried as carried:
+            error = carried.error
+        self.building = False
+        if error:  # here, where no other is being handled: its own traceback says all
+            raise error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with what was resolved; loggers and our callbacks join when the run directory is known."""

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import inspect
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,6 +188,17 @@ def explain(error: Exception, parser: "ArgumentParser", argv: list[str]) -> str:
     if "required: batch_size" in reason:
         reason += ": --data.batch_size N is the micro batch; a default in the class lets global_batch_size set it"
     return f"{path}: {reason}{_origin(path, argv)}" if path else reason
+
+
+def raised_by_import(error: BaseException | None) -> BaseException | None:
+    """Return what a module's own code raised when it was imported, None where the parser complains by itself."""
+    while error is not None:
+        if isinstance(error, SyntaxError) or any(
+            frame.f_code.co_name == "<module>" for frame, _ in traceback.walk_tb(error.__traceback__)
+        ):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _keys(parser: "ArgumentParser") -> list[str]:

@@ -1,7 +1,7 @@
 """Errors that a user can mend: one line on stderr and exit code 2, never a traceback."""
 
+import operator
 import traceback
-from pathlib import Path
 
 from src import exit_codes
 
@@ -44,23 +44,19 @@ class NotSavedError(UserError):
 
 
 def from_settings(error: Exception) -> bool:
-    """Whether Lightning refused a setting by itself: its own complaint, with nobody's module on the way to it.
+    """Return whether Lightning or the parser refuses a setting, with nobody's module on the way to it.
 
     Such an error (`val_check_interval` beyond the epoch, EarlyStopping without a metric) is bad input, not a crash.
     """
-    import jsonargparse  # these take seconds, and commands that only read files must start fast
-    import lightning
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException  # takes seconds: commands start fast
 
-    if not isinstance(error, MisconfigurationException | ValueError | TypeError | RuntimeError | ArithmeticError):
+    if not isinstance(error, ValueError | TypeError | RuntimeError | ArithmeticError | MisconfigurationException):
         return False
-    here = Path(__file__).parent
-    theirs = (Path(lightning.__file__).parent, Path(jsonargparse.__file__).parent)
-    ours = [here / name for name in ("cli.py", "endings.py", "trainer.py", "checkpoint", "strategies")]  # on the way
-    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    frames = [file for file in frames if file.name not in ("contextlib.py", "functools.py")]
-    known = all(any(file.is_relative_to(place) for place in (*theirs, *ours)) for file in frames)
-    return known and any(frames[-1].is_relative_to(place) for place in theirs)
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [name for name in modules if name not in ("contextlib", "functools", "__main__")]
+    theirs = [name.startswith(("lightning.", "jsonargparse.")) for name in modules]
+    ours = [name.startswith("src.") and not name.startswith(("src.tasks.", "src.models.")) for name in modules]
+    return any(theirs[-1:]) and all(map(operator.or_, theirs, ours))
 
 
 def hint(error: BaseException) -> str | None:

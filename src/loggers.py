@@ -12,11 +12,15 @@ from src.run import Run
 
 
 def run_loggers(run: Run) -> list[Logger]:
-    """The two that every run has. What was logged behind the state that training goes on from is logged again."""
+    """Return the two that every run has. What was logged behind the state that training resumes from is logged again.
+
+    TensorBoard's comes first: it is the module's `self.logger`, as in Lightning by itself. Its name and version are
+    empty, so that callbacks that save beside the logger's files save in the run directory.
+    """
     rows = MetricsCSV(run.path / "metrics.csv")
     rows.rewind(run.rows)
     purge = run.rows if run.state == "continued" else None
-    return [rows, TensorBoardLogger(run.path, name="", version="tensorboard", purge_step=purge)]
+    return [TensorBoardLogger(run.path, name="", version="", sub_dir="tensorboard", purge_step=purge), rows]
 
 
 @rank_zero_only

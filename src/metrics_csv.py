@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from src.files import replacing, sync
@@ -41,6 +42,11 @@ class MetricsCSV(Logger):
     @property
     def version(self) -> str:  # noqa: D102
         return ""
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """Return what takes any call of a module that asks all its loggers, such as `add_image`, and keeps nothing."""
+        return DummyExperiment()
 
     @property
     def save_dir(self) -> str:

@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from src.cli import main
 from src.errors import UserError, from_settings, hint
 from src.strategies import NAMES
-from tests.commands import CPU, SMALL
+from tests.commands import BORING, CPU, SMALL
 from tests.tiny import Line, loaders, quiet_trainer
 
 
@@ -126,3 +127,55 @@ def test_a_setting_that_is_refused_late_is_one_line(given, said, capfd):
     assert said in lines[-1]
     assert "Traceback" not in "".join(lines)
     assert "Union" not in lines[-1]
+
+
+THEIRS = """
+import lightning
+if {imported}: {raising}
+class Data(lightning.LightningDataModule):
+    def __init__(self, batch_size: int = 4):
+        super().__init__()
+        if {built}: {raising}
+    def setup(self, stage):
+        {raising}
+class Net(lightning.pytorch.demos.boring_classes.BoringModel):
+    def __init__(self):
+        super().__init__()
+        {raising}
+"""
+
+
+@pytest.mark.usefixtures("run_root")
+@pytest.mark.parametrize("moment", ["imported", "built", "set up", "the model is built"])
+@pytest.mark.parametrize(
+    "raising", ["raise ValueError('width')", "{}['width']", "None.width", "assert not 'width'", "int([])", "1 / 0"]
+)
+def test_an_error_of_the_users_code_shows_where_it_is(moment, raising, monkeypatch, tmp_path, capsys):
+    """Whatever it is and whenever it comes: the traceback into their file, exit code 1."""
+    code = THEIRS.format(imported=moment == "imported", built=moment == "built", raising=raising)
+    (tmp_path / "theirs.py").write_text(
+        code.replace("import lightning", "import lightning.pytorch.demos.boring_classes")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+    model = "theirs.Net" if moment == "the model is built" else BORING[1]
+    data = [] if moment == "the model is built" else ["--data", "theirs.Data"]
+    assert main(["fit", *CPU, "--model", model, *data]) == 1
+    told = capsys.readouterr().err
+    assert f'File "{tmp_path / "theirs.py"}", line ' in told
+    assert told.count("Traceback") == 1
+
+
+@pytest.mark.usefixtures("run_root")
+def test_a_setting_that_a_class_of_lightning_refuses_is_one_line(capsys):
+    """Its constructor is nobody's code of the user's."""
+    stop = [
+        "--trainer.callbacks",
+        "EarlyStopping",
+        "--trainer.callbacks.monitor",
+        "x",
+        "--trainer.callbacks.mode",
+        "up",
+    ]
+    assert main(["fit", *CPU, *BORING, *stop]) == 2
+    assert capsys.readouterr().err == "error: `mode` can be min, max, got up\n"

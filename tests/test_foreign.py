@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning import LightningModule
 from lightning.pytorch.demos import LightningTransformer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
 
 from src.cli import main
 from tests.commands import BORING, CPU, PROBE, ROOT, SMALL, fit, losses, only_run, read_json, rows
 
 pytestmark = pytest.mark.usefixtures("run_root")
+GAN = ["--model", "tests.test_foreign.Gan", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
 
 
 def test_lightnings_boring_model_trains_unchanged(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +40,66 @@ def test_lightnings_transformer_trains_on_a_plain_data_module(run_root: Path, mo
     run = fit(run_root, "foreign", *model, *data, *batch)
     assert len(losses(run)) == 4
     assert read_json(run / "manifest.json")["accumulation"] == 4
+
+
+class Gan(LightningModule):
+    """Two networks in turns, by manual optimization, whose pictures go to the logger, as Lightning's example does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh())
+        self.discriminator = torch.nn.Linear(64, 1)
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return self.generator(noise)
+
+    def judge(self, images: torch.Tensor, real: float) -> torch.Tensor:
+        found = self.discriminator(images)
+        return torch.nn.functional.binary_cross_entropy_with_logits(found, torch.full_like(found, real))
+
+    def training_step(self, batch: torch.Tensor) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        noise = torch.randn(len(batch), 4)
+        self.toggle_optimizer(first)
+        made = self(noise)
+        self.logger.experiment.add_image("made", made[0].view(1, 8, 8), 0)  # type: ignore[union-attr]
+        loss = self.judge(made, 1.0)
+        self.log("g_loss", loss, prog_bar=True)
+        self.manual_backward(loss)
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        loss = (self.judge(batch, 1.0) + self.judge(self(noise).detach(), 0.0)) / 2
+        self.log("d_loss", loss, prog_bar=True)
+        self.manual_backward(loss)
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        for logger in self.loggers:  # all of them
+            logger.experiment.add_image("seen", self(torch.zeros(1, 4)).view(1, 8, 8), self.current_epoch)
+
+    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[object]]:
+        return [torch.optim.Adam(net.parameters(), 1e-3) for net in (self.generator, self.discriminator)], []
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.rand(12, 64), 4)  # type: ignore[arg-type]
+
+    val_dataloader = train_dataloader
+
+
+def test_a_gan_logs_pictures_by_its_logger(run_root: Path) -> None:
+    """`self.logger.experiment` is TensorBoard's writer, and what another logger cannot keep is no error."""
+    run = fit(run_root, "gan", *GAN)
+    pictures = EventAccumulator(str(run / "tensorboard")).Reload().Tags()["images"]
+    assert sorted(pictures) == ["made", "seen"]
+    assert {"g_loss", "d_loss"} <= rows(run)[-1].keys()
 
 
 def test_modes_survive_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
