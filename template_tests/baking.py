@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from slurm.local.processes import locked
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv/bin/python"
 VERSIONS = ("2.5.0", "2.6.0", "2.7.1")
@@ -41,12 +43,14 @@ def git(cwd: Path, *arguments: object) -> str:
 def tools(version: str = NEWEST) -> Path:
     """The bin folder of a virtual environment with that cookiecutter; the newest has cruft and setuptools too."""
     folder = CACHE / version
-    if not (folder / "done").exists():
-        run(sys.executable, "-m", "venv", "--clear", folder, cwd=ROOT)
-        more = (f"cruft=={CRUFT}", "setuptools>=77") if version == NEWEST else ()
-        pip = (folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        run(*pip, f"cookiecutter=={version}", *more, cwd=ROOT)
-        (folder / "done").touch()
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder.parent):  # `make bake-quick` runs tests in two processes
+        if not (folder / "done").exists():
+            run(sys.executable, "-m", "venv", "--clear", folder, cwd=ROOT)
+            more = (f"cruft=={CRUFT}", "setuptools>=77") if version == NEWEST else ()
+            pip = (folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+            run(*pip, f"cookiecutter=={version}", *more, cwd=ROOT)
+            (folder / "done").touch()
     return folder / "bin"
 
 

@@ -1,4 +1,4 @@
-"""The batch script: one golden file for each cluster and shape, and what must never stand in one.
+"""The batch script: golden files of one node and of several for each cluster, and what must never stand in one.
 
 python tests/slurm/test_render.py       # writes the golden files anew; look at the difference before committing it
 """
@@ -26,7 +26,8 @@ from slurm.training import Shape
 
 GOLDEN = ROOT / "tests/golden"
 SHIPPED = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml") if path.stem != "mine")
-SHAPES = [Shape(1, 1), Shape(1, 2), Shape(1, 4), Shape(2, 1), Shape(2, 2), Shape(4, 1)]
+ONE = Shape(1, 1)
+SHAPES = [Shape(1, 4), Shape(4, 1)]  # the text of others differs in these numbers alone
 IDS = [f"{cluster}-n{shape.nodes}_gpu{shape.gpus_per_node}" for cluster in SHIPPED for shape in SHAPES]
 PAIRS = [(cluster, shape) for cluster in SHIPPED for shape in SHAPES]
 
@@ -39,7 +40,7 @@ def site(name: str) -> Cluster:
     return replace(cluster, account="lab" if "account" in cluster.needs else None)
 
 
-def job(cluster: Cluster, shape: Shape = SHAPES[0], **more: Any) -> Job:
+def job(cluster: Cluster, shape: Shape = ONE, **more: Any) -> Job:
     """A job whose text depends on nothing of this machine."""
     arguments = ["fit", "--config", "configs/tasks/language.yaml", "--run", "gpt", "--trainer.devices", "1"]
     standard: dict[str, Any] = {
