@@ -1,6 +1,6 @@
 """One Slurm site, read from configs/clusters/<name>.yaml, with project.yaml and your own mine.yaml laid over it.
 
-    python slurm/cluster.py [NAME]      # what a job would ask for, and which file each value comes from
+    python slurm/cluster.py [NAME]      # what a job would ask for
 
 Which site: the NAME given, else configs/clusters/mine.yaml, else `cluster:` in project.yaml, else `local`.
 mine.yaml is yours alone (git ignores it). Starting with `base: NAME` it needs only the keys that differ there;
@@ -24,7 +24,6 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
 
 from slurm import nccl, syntax
 from slurm.errors import LaunchError, Parser
-from slurm.layers import Key, Layer, dotted, read_layer
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = "project.yaml"
@@ -53,8 +52,8 @@ class Cluster:
     """A site. Each field with a reader is a key of its file; None leaves the matter to Slurm."""
 
     name: str
-    accelerator: str = _setting(syntax.choice("gpu", "cpu"))  # what the Trainer computes on
-    gpu_request: str | None = _setting(syntax.choice("gpus-per-node", "gres"), None)  # None: asks for no GPUs
+    accelerator: str = _setting(syntax.gpu_or_cpu)  # what the Trainer computes on
+    gpu_request: str | None = _setting(syntax.gpu_request, None)  # None: asks for no GPUs
     gpu_type: str | None = _setting(syntax.word, None)  # Slurm's name for the card, as in gres=gpu:volta:2; None: any
     gpu: str | None = _setting(syntax.word, None)  # the card, an entry of `gpus`
     gpus_per_node: int = _setting(syntax.count)  # what --nodes alone takes of each; on a CPU, processes
@@ -78,8 +77,8 @@ class Cluster:
     cost_per_gpu_hour: float | None = _setting(syntax.price, None)  # in whatever the site bills
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
     nccl: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # nvlink, infiniband -> environment
-    sources: Mapping[Key, str] = field(default_factory=dict)  # the file that each key comes from
     warnings: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # what was read, the file that counts most last
     where: str = ""  # the files in which a missing account or partition can be set
 
     def missing(self) -> str | None:
@@ -103,7 +102,7 @@ class Cluster:
             return None
         folder = os.path.expanduser(os.path.expandvars(self.scratch))
         if "$" in folder or not os.path.isabs(folder):
-            raise LaunchError(f"{self.sources['scratch',]}: scratch: {self.scratch!r} names something not set here")
+            raise LaunchError(f"cluster {self.name}: scratch: {self.scratch!r} names something not set here")
         return Path(folder)
 
 
@@ -117,7 +116,7 @@ SITE: syntax.Schema = {
 
 
 def load_cluster(name: str | None = None, root: Path = ROOT) -> Cluster:
-    """The site that `name`, mine.yaml or project.yaml chooses, else `local`.
+    """Read the site that `name`, mine.yaml or project.yaml chooses, else `local`.
 
     project.yaml's account and partition belong to the cluster named there: they lie over that cluster's file, whichever
     way it was chosen, and over no other's. mine.yaml lies over both.
@@ -129,37 +128,39 @@ def load_cluster(name: str | None = None, root: Path = ROOT) -> Cluster:
     names = sorted(file.stem for file in (root / "configs/clusters").glob("[!.]*.yaml"))
     project = _read_project(root, names)
     own = project.get("cluster")
-    if name is not None:
-        chosen, reason = name, "named"
-    elif "mine" in names:
-        chosen, reason = "mine", _file("mine")
-    else:
-        chosen, reason = (own, PROJECT) if own else ("local", "nothing else is named")
+    chosen = name if name is not None else "mine" if "mine" in names else own or "local"
     _check_name(chosen, names, "cluster")
     is_mine = chosen == "mine"
-    top = read_layer(root, _file(chosen), {"base": syntax.word, **SITE} if is_mine else SITE)
-    layers = [top]
-    base = top.values.get(("base",))
+    file = _file(chosen)
+    layers = [(file, syntax.read_file(root, file, {"base": syntax.word, **SITE} if is_mine else SITE))]
+    base = layers[0][1].pop("base", None)
     if base is not None:
-        _check_name(base, [other for other in names if other != "mine"], f"{top.file}: base")
-        layers.insert(0, read_layer(root, _file(base), SITE))
-    given: dict[Key, str] = {(key,): value for key, value in project.items() if key in NEEDS}
+        _check_name(base, [other for other in names if other != "mine"], f"{file}: base")
+        layers.insert(0, (_file(base), syntax.read_file(root, _file(base), SITE)))
+    given = {key: value for key, value in project.items() if key in NEEDS}
     is_own = own is not None and own in (chosen, base)
     if is_own:
-        layers.insert(-1 if is_mine else 1, Layer(PROJECT, given))
+        layers.insert(-1 if is_mine else 1, (PROJECT, given))
     where = [_file("mine" if name is None else chosen)]
     if is_own or not is_mine:
         where.insert(0, PROJECT if is_own else f"{PROJECT} (with cluster: {chosen})")
-    notes = [f"{PROJECT}: {key}: not used, `cluster:` does not say whose it is" for key, *_ in given if own is None]
-    return _assemble(base or chosen, layers, top.file, reason, " or ".join(where), notes)
+    settings: dict[str, Any] = {}
+    for _, values in layers:
+        settings = _lay_over(settings, values)
+    _check(settings, file)
+    settings |= {"gpus": _gpus(settings.get("gpus", {}), file), "nccl": settings.get("nccl", {})}
+    notes = [f"{PROJECT}: {key}: not used, `cluster:` does not say whose it is" for key in given if own is None]
+    notes += [note for place, values in layers for note in _nccl_notes(place, values, settings["nccl"])]
+    files = tuple(place for place, _ in layers)
+    return Cluster(name=base or chosen, **settings, warnings=tuple(notes), files=files, where=" or ".join(where))
 
 
 def _read_project(root: Path, names: list[str]) -> dict[str, str]:
-    """What project.yaml sets; nothing where the file is missing."""
+    """Return what project.yaml sets; nothing where the file is missing."""
     if not (root / PROJECT).exists():
         return {}
-    values = read_layer(root, PROJECT, dict.fromkeys(("task", "cluster", *NEEDS), syntax.word)).values
-    project = {key: value for (key,), value in values.items() if value is not None}
+    values = syntax.read_file(root, PROJECT, dict.fromkeys(("task", "cluster", *NEEDS), syntax.word))
+    project = {key: value for key, value in values.items() if value is not None}
     if "cluster" in project:
         _check_name(project["cluster"], names, f"{PROJECT}: cluster")
     return project
@@ -175,44 +176,34 @@ def _check_name(name: str, names: list[str], place: str) -> None:
         raise LaunchError(f"{place}: {syntax.refusal(name, allowed)}{syntax.nearest(name, names)}")
 
 
-def _assemble(name: str, layers: list[Layer], file: str, reason: str, where: str, notes: list[str]) -> Cluster:
-    """Lay the files over each other, the last on top, and build the site from what is seen from above."""
-    values: dict[Key, Any] = {}
-    sources: dict[Key, str] = {}
-    for layer in layers:
-        # Slurm takes one form of memory: setting another one on top replaces the one below.
-        if any(layer.values.get((form,)) for form in MEMORY):
-            values = {key: value for key, value in values.items() if key[0] not in MEMORY}
-        values |= layer.values
-        sources |= dict.fromkeys(layer.values, layer.file)
-    values = {key: value for key, value in values.items() if value is not None and key != ("base",)}
-    settings: dict[str, Any] = {key[0]: value for key, value in values.items() if len(key) == 1}
-    settings["gpus"] = _gpus(values, file)
-    settings["nccl"] = {
-        section: {key[2]: value for key, value in values.items() if key[:2] == ("nccl", section)}
-        for section in nccl.SECTIONS
-    }
-    _check(settings, file)
-    for section, variables in settings["nccl"].items():
-        for variable, value in variables.items():
-            key = ("nccl", section, variable)
-            if refusal := nccl.refusal(section, variable):
-                raise LaunchError(f"{sources[key]}: {dotted(key)}: {refusal}")
-            notes += [f"{sources[key]}: {dotted(key)}: {value}: {w}" for w in nccl.warnings(section, variable, value)]
-    sources = {("name",): reason, **{key: sources[key] for key in values}}
-    return Cluster(name=name, **settings, sources=sources, warnings=tuple(notes), where=where)
+def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both, `above` on top and tables entry by entry; None takes away."""
+    # Slurm takes one form of memory: setting another one on top replaces the one below.
+    replaced = MEMORY if any(above.get(form) for form in MEMORY) else ()
+    merged = {key: value for key, value in below.items() if key not in replaced}
+    for key, value in above.items():
+        merged[key] = _lay_over(merged.get(key, {}), value) if isinstance(value, dict) else value
+    return {key: value for key, value in merged.items() if value is not None}
 
 
-def _gpus(values: Mapping[Key, Any], file: str) -> dict[str, Gpu]:
-    table: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        if key[0] == "gpus":
-            table.setdefault(key[1], {})[key[2]] = value
+def _gpus(table: Mapping[str, Mapping[str, Any]], file: str) -> dict[str, Gpu]:
     for card, row in table.items():
         for entry in fields(Gpu):
-            if entry.name not in row:
+            if row and entry.name not in row:
                 raise LaunchError(f"{file}: gpus.{card}: {entry.name} is not set")
-    return {card: Gpu(**row) for card, row in table.items()}
+    return {card: Gpu(**row) for card, row in table.items() if row}
+
+
+def _nccl_notes(file: str, values: Mapping[str, Any], used: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Refuse a variable that does not belong into its section; return warnings about those that are in use."""
+    notes = []
+    for section, variables in values.get("nccl", {}).items():
+        for name, value in variables.items():
+            if value is not None and (refusal := nccl.refusal(section, name)):
+                raise LaunchError(f"{file}: nccl.{section}.{name}: {refusal}")
+            if value is not None and used[section].get(name) == value:
+                notes += [f"{file}: nccl.{section}.{name}: {value}: {w}" for w in nccl.warnings(section, name, value)]
+    return notes
 
 
 def _check(settings: Mapping[str, Any], file: str) -> None:
@@ -234,32 +225,30 @@ def _check(settings: Mapping[str, Any], file: str) -> None:
 
 
 def describe(cluster: Cluster) -> list[str]:
-    """The site as aligned lines: key, value, the file it comes from."""
-    rows = [("cluster", cluster.name, cluster.sources["name",])]
+    """Return the site as aligned lines of key and value."""
+    rows = [("cluster", cluster.name), ("read from", ", then ".join(cluster.files))]
     for key in READERS:
         value = getattr(cluster, key)
-        source = cluster.sources.get((key,), "")
         if key in cluster.needs and value is None:
-            rows.append((key, "not set, and needed", source))
+            rows.append((key, "not set, and needed"))
         elif isinstance(value, timedelta):
-            rows.append((key, syntax.format_time(value), source))
-        elif key == "setup":
-            rows += [(key, line, source) for line in value]
-        elif source:
-            rows.append((key, (", ".join(value) or "nothing") if isinstance(value, tuple) else str(value), source))
+            rows.append((key, syntax.format_time(value)))
+        elif isinstance(value, tuple):
+            rows += [(key, line) for line in value]
+        elif value is not None:
+            rows.append((key, str(value)))
     for card, gpu in cluster.gpus.items():
         text = f"{gpu.memory_gib} GiB, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-        rows.append((f"gpus.{card}", text, cluster.sources["gpus", card, "memory_gib"]))
+        rows.append((f"gpus.{card}", text))
     for section, variables in cluster.nccl.items():
-        for name, setting in variables.items():
-            rows.append((f"nccl.{section}", f"{name}={setting}", cluster.sources["nccl", section, name]))
-    wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return [f"{key:<{wide[0]}}  {value:<{min(wide[1], 48)}}  {source}".rstrip() for key, value, source in rows]
+        rows += [(f"nccl.{section}", f"{name}={setting}") for name, setting in variables.items()]
+    wide = max(len(key) for key, _ in rows)
+    return [f"{key:<{wide}}  {value}" for key, value in rows]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the site; 2 when something needed is missing or wrong."""
-    parser = Parser(description="Show a Slurm site: what a job would ask for, and where each value comes from.")
+    parser = Parser(description="Show a Slurm site: what a job would ask for.")
     parser.add_argument("name", nargs="?", help="a file in configs/clusters, without .yaml")
     try:
         cluster = load_cluster(parser.parse_args(arguments).name)

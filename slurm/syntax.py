@@ -1,4 +1,4 @@
-"""How one value of a cluster file is written: text in, checked value out.
+"""How a cluster file is written: text in, checked values out.
 
 The files are read without YAML's guesses: to YAML 1.1 `2:59:00` is the number 10740 and `007` is 7, here both stay
 what was typed. Each reader returns its value or raises a ValueError that says what it got and what is allowed.
@@ -12,6 +12,12 @@ import shlex
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slurm.errors import LaunchError
 
 NULL = ("null", "~")  # how YAML spells "no value"
 SWITCHES = ("true", "false", "yes", "no", "on", "off")
@@ -61,11 +67,30 @@ def word(value: object) -> str:
     return text(value)
 
 
+def form(pattern: str, allowed: str) -> Callable[[object], str]:
+    """Return a reader of text that `pattern` matches."""
+
+    def read(value: object) -> str:
+        if not re.fullmatch(pattern, text(value)):
+            raise refusal(value, allowed)
+        return text(value)
+
+    return read
+
+
+gpu_or_cpu = form("gpu|cpu", "gpu or cpu")
+gpu_request = form("gpus-per-node|gres", "gpus-per-node or gres")
+# Slurm takes a bare number for megabytes, and nobody who writes `64` means those.
+SIZE = "[1-9][0-9]{0,8}[KMGT]"
+memory = form(SIZE, "a size with its unit, such as 64G (K, M, G or T)")
+node_memory = form(f"0|{SIZE}", "a size with its unit, such as 64G (K, M, G or T), or 0 for the whole node")
+# A relative path would mean another folder in a job.
+path = form("[/~$].*", "an absolute path (~ and $VARIABLES may be in it)")
+
+
 def count(value: object) -> int:
     """A whole number from 1 up."""
-    if not re.fullmatch("[1-9][0-9]{0,5}", text(value)):
-        raise refusal(value, "a whole number from 1 up")
-    return int(text(value))
+    return int(form("[1-9][0-9]{0,5}", "a whole number from 1 up")(value))
 
 
 def price(value: object) -> float:
@@ -79,47 +104,10 @@ def price(value: object) -> float:
     return number
 
 
-def memory(value: object) -> str:
-    """A size with its unit. Slurm takes a bare number for megabytes, and nobody who writes `64` means those."""
-    if not re.fullmatch("[1-9][0-9]{0,8}[KMGT]", text(value)):
-        raise refusal(value, "a size with its unit, such as 64G (K, M, G or T)")
-    return text(value)
-
-
-def node_memory(value: object) -> str:
-    """As `memory`; 0 is all that the node has."""
-    if text(value) == "0":
-        return "0"
-    try:
-        return memory(value)
-    except ValueError:
-        raise refusal(value, "a size with its unit, such as 64G (K, M, G or T), or 0 for the whole node") from None
-
-
 def capability(value: object) -> tuple[int, int]:
     """A GPU's compute capability; precision is chosen by it."""
-    if not re.fullmatch("[0-9]{1,2}[.][0-9]", text(value)):
-        raise refusal(value, "a compute capability such as 8.0")
-    major, minor = text(value).split(".")
+    major, minor = form("[0-9]{1,2}[.][0-9]", "a compute capability such as 8.0")(value).split(".")
     return int(major), int(minor)
-
-
-def path(value: object) -> str:
-    """An absolute path, also through `~` or a variable: a relative one would mean another folder in a job."""
-    if not text(value).startswith(("/", "~", "$")):
-        raise refusal(value, "an absolute path (~ and $VARIABLES may be in it)")
-    return text(value)
-
-
-def choice(*allowed: str) -> Callable[[object], str]:
-    """A reader of one of these words."""
-
-    def read(value: object) -> str:
-        if value not in allowed:
-            raise refusal(value, f"{' or '.join(allowed)}{nearest(str(value), allowed)}")
-        return str(value)
-
-    return read
 
 
 def choices(*allowed: str) -> Callable[[object], tuple[str, ...]]:
@@ -177,15 +165,12 @@ def time_limit(value: object) -> timedelta:
     if not match:
         raise refusal(value, forms)
     days, rest = match[1], [int(part) for part in match[2].split(":")]
-    if days is not None:
-        units = ("hours", "minutes", "seconds")[: len(rest)]
-    else:
-        units = (("minutes",), ("minutes", "seconds"), ("hours", "minutes", "seconds"))[len(rest) - 1]
-    most = {"hours": 23, "minutes": 59, "seconds": 59}
-    leading = None if days is not None else units[0]  # may be any number: 90 minutes, 48 hours
-    if any(number > most[unit] for unit, number in zip(units, rest, strict=True) if unit != leading):
+    bounds = (math.inf if days is None else 23, 59, 59)  # the first may be any number: 90 minutes, 48 hours
+    if any(number > most for number, most in zip(rest, bounds, strict=False)):
         raise refusal(value, f"{forms}; hours up to 23 behind days, minutes and seconds up to 59")
-    limit = timedelta(days=int(days or 0), **dict(zip(units, rest, strict=True)))
+    rest = [0, *rest] if days is None and len(rest) < 3 else rest
+    hours, minutes, seconds = (*rest, 0, 0)[:3]
+    limit = timedelta(days=int(days or 0), hours=hours, minutes=minutes, seconds=seconds)
     if not timedelta() < limit <= LONGEST:
         raise refusal(value, "a time limit from one second to 365 days")
     return limit
@@ -205,3 +190,50 @@ def whole_minutes(limit: timedelta) -> int:
 
 Reader = Callable[[object], object]
 Schema = Mapping[str, "Reader | Schema"]  # nested as the file is; the key "*" stands for any name
+
+
+class _TextLoader(yaml.BaseLoader):
+    """Keep every value as the text that was typed; refuse a key that stands twice, where YAML takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_file(root: Path, file: str, schema: Schema) -> dict[str, Any]:
+    """Return the checked settings of one file; a key that is null is None."""
+    try:
+        content = yaml.load((root / file).read_text(encoding="utf-8-sig"), _TextLoader)  # noqa: S506 it makes only text
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise LaunchError(f"{file}{f', line {mark.line + 1}' if mark else ''}: cannot be read: {reason}") from error
+    return _values(content, schema, file, "")
+
+
+def _values(node: object, schema: Schema, file: str, above: str) -> dict[str, Any]:
+    """Return the checked values of a table, whose keys' full names begin with `above`."""
+    if node is None or node in ("", *NULL):
+        return {}
+    if not isinstance(node, dict):
+        place = f"{file}: {above.rstrip('.')}".removesuffix(": ")
+        raise LaunchError(f"{place}: {refusal(node, '`key: value` lines')}")
+    values: dict[str, Any] = {}
+    for name, value in node.items():
+        full = f"{above}{name}"
+        reader = schema.get(name, schema.get("*"))
+        if reader is None or not name.isprintable():
+            near = nearest(full, [f"{above}{known}" for known in schema])
+            raise LaunchError(f"{file}: unknown key {full!r}{near}; the keys here are {', '.join(schema)}")
+        if isinstance(reader, Mapping):
+            values[name] = _values(value, reader, file, f"{full}.")
+        elif value != "":  # else it is as if the key were not there
+            try:
+                values[name] = None if value in NULL else reader(value)
+            except ValueError as error:
+                raise LaunchError(f"{file}: {full}: {error}") from None
+    return values

@@ -135,7 +135,7 @@ def choose_shape(training: Training, cluster: Cluster, nodes: int | None, gpus: 
     if cluster.gpu_request and shape.gpus_per_node > cluster.gpus_per_node:
         raise LaunchError(
             f"{shape.gpus_per_node} GPUs per node: a node of cluster {cluster.name} has {cluster.gpus_per_node} "
-            f"(gpus_per_node in {cluster.sources['gpus_per_node',]}); use --nodes and --gpus-per-node, such as "
+            f"(gpus_per_node of cluster {cluster.name}); use --nodes and --gpus-per-node, such as "
             f"{_spread(shape.world_size, cluster.gpus_per_node)}"
         )
     return shape, notes

@@ -67,7 +67,7 @@ def test_a_project_is_what_was_asked_for(answers: Answers, repo: Path, tmp_path:
     check_answers(project, answers)
     check_package(project, answers)
     shown = run(PYTHON, "slurm/cluster.py", cwd=project, check=False).stdout.split("\n", 1)[0].split()
-    assert shown == ["cluster", answers.get("cluster", QUESTIONS["cluster"][0]), "project.yaml"]
+    assert shown == ["cluster", answers.get("cluster", QUESTIONS["cluster"][0])]
     git(project, "init", "--quiet")
     git(project, "add", "--all")
     git(project, "commit", "--quiet", "--message", "First")

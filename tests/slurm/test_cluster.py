@@ -226,10 +226,6 @@ nccl:
     assert cluster.gpus == {"a100": Gpu(40, (8, 0)), "h100": Gpu(80, (9, 0))}
     assert cluster.nccl["nvlink"] == {"NCCL_DEBUG": "WARN"}
     assert cluster.nccl["infiniband"] == {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "=mlx5_0,mlx5_1"}
-    assert cluster.sources["time",] == MINE
-    assert cluster.sources["cpus_per_gpu",] == ALPHA
-    assert cluster.sources["nccl", "infiniband", "NCCL_DEBUG"] == ALPHA
-    assert ("constraint",) not in cluster.sources
 
 
 @pytest.mark.parametrize("form", ["mem: 0", "mem_per_cpu: 4G", "mem_per_gpu: 64G"])
@@ -331,7 +327,7 @@ def test_an_account_without_a_cluster_is_said_to_be_unused(write: Write) -> None
         (("partition: big", "7: big"), ["unknown key '7'"]),
         (("  a100:", '  "a\\n100":'), ["unknown key 'gpus.a\\n100'"]),
         # values
-        (("accelerator: gpu", "accelerator: gup"), ["accelerator: got 'gup'", "gpu or cpu", "did you mean gpu?"]),
+        (("accelerator: gpu", "accelerator: gup"), ["accelerator: got 'gup'", "gpu or cpu"]),
         (("accelerator: gpu", "accelerator: tpu"), ["accelerator: got 'tpu'", "gpu or cpu"]),
         (("gpus-per-node", "gpus-per-task"), ["gpu_request: got 'gpus-per-task'", "gpus-per-node or gres"]),
         (("gpus_per_node: 4", "gpus_per_node: four"), ["gpus_per_node: got 'four'", "whole number from 1 up"]),
@@ -680,7 +676,7 @@ def test_scratch_is_filled_in_for_the_user_who_submits(write: Write, monkeypatch
     monkeypatch.delenv("FAST")
     for folder in ("$FAST/runs", "/scratch/$FAST", "~nobody-here/runs"):
         cluster = load_cluster(None, write(f"base: beta\nscratch: {folder}\n"))
-        with pytest.raises(LaunchError, match=re.escape(f"{MINE}: scratch: {folder!r} names something not set here")):
+        with pytest.raises(LaunchError, match=re.escape(f"scratch: {folder!r} names something not set here")):
             cluster.scratch_folder()
 
 
@@ -695,23 +691,22 @@ def run(root: Path, *arguments: str, cwd: Path | None = None) -> subprocess.Comp
     return subprocess.run(command, cwd=cwd or root, capture_output=True, text=True, check=False)
 
 
-def test_the_command_shows_each_value_and_its_file(write: Write, tmp_path: Path) -> None:
-    """From any folder: aligned columns of key, value and file, then warnings; exit code 0 and nothing on stderr."""
+def test_the_command_shows_each_value(write: Write, tmp_path: Path) -> None:
+    """From any folder: aligned columns of key and value, then warnings; exit code 0 and nothing on stderr."""
     mine = "base: alpha\ntime: 36:00:00\nsetup: [module load cuda]\nnccl:\n  nvlink:\n    NCCL_TIMEOUT: 1800\n"
     done = run(write(mine, "cluster: alpha\naccount: lab\n"), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     rows = {tuple(line.split()) for line in lines}
-    assert ("cluster", "alpha", MINE) in rows
-    assert ("account", "lab", PROJECT) in rows
-    assert ("partition", "big", ALPHA) in rows
-    assert ("time", "1-12:00:00", MINE) in rows
-    assert ("setup", "module", "load", "cuda", MINE) in rows
-    assert ("nccl.infiniband", "NCCL_SOCKET_IFNAME==ib0", ALPHA) in rows
-    assert ("gpus.a100", "80", "GiB,", "compute", "capability", "8.0", ALPHA) in rows
+    assert ("cluster", "alpha") in rows
+    assert ("read", "from", f"{ALPHA},", "then", f"{PROJECT},", "then", MINE) in rows
+    assert ("account", "lab") in rows
+    assert ("partition", "big") in rows
+    assert ("time", "1-12:00:00") in rows
+    assert ("setup", "module", "load", "cuda") in rows
+    assert ("nccl.infiniband", "NCCL_SOCKET_IFNAME==ib0") in rows
+    assert ("gpus.a100", "80", "GiB,", "compute", "capability", "8.0") in rows
     assert lines[-1].startswith(f"warning: {MINE}: nccl.nvlink.NCCL_TIMEOUT: 1800: ")
-    table = lines[:-1]
-    assert len({line.index("configs/") for line in table if "configs/" in line}) == 1
     assert not any(key in done.stdout for key in ("qos", "None"))
 
 
@@ -777,5 +772,5 @@ def test_as_a_script_it_hides_no_one_else_s_module(write: Write) -> None:
 
 def test_fields_and_keys_are_the_same() -> None:
     """Each field is a key of the file, a table, or about the loading itself."""
-    others = {"name", "gpus", "nccl", "sources", "warnings", "where"}
+    others = {"name", "gpus", "nccl", "warnings", "files", "where"}
     assert {entry.name for entry in dataclasses.fields(Cluster)} == READERS.keys() | others
