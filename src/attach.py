@@ -8,8 +8,10 @@ from typing import Any
 
 from lightning import Callback, Trainer
 
+from src.batch_plan import BatchPlan
 from src.callbacks.breaker_rules import BreakerSettings
 from src.callbacks.circuit_breaker import CircuitBreaker
+from src.callbacks.counts import TrainingCounts
 from src.callbacks.free_gradients import FreeGradients
 from src.callbacks.frozen import Frozen
 from src.callbacks.garbage import FreezeGarbage
@@ -40,6 +42,7 @@ class Wanted:
         breaker: when a run counts as broken
         seconds: of training, after which it stops and is saved; None: no limit of ours
         hang_limit: seconds without an event after which the watchdog ends all ranks; None: no watchdog
+        plan, asked: the batch, as TrainingCounts compares it
 
     """
 
@@ -49,6 +52,8 @@ class Wanted:
     breaker: BreakerSettings
     seconds: float | None = None
     hang_limit: float | None = None
+    plan: BatchPlan | None = None
+    asked: str | None = None
 
 
 def attach(
@@ -71,6 +76,7 @@ def attach(
         *watch(trainer, run, wanted, again, record),
         record,
         Heartbeat(run.path),
+        TrainingCounts(run, wanted.plan, wanted.asked),
         FreeGradients(),
         FreezeGarbage(),
         Frozen(),

@@ -87,10 +87,10 @@ def plan_here(config: Namespace) -> BatchPlan:
     environment = process_environment(replace(shape, num_nodes=1))
     if shape.devices > 1 and not isinstance(environment, LightningEnvironment):
         raise UserError("the trials start their processes by themselves: start this command once, without a launcher")
-    plan, note = plan_of(config, shape.world_size)
+    plan = plan_of(config, shape.world_size)
     if plan is None:
         name = class_name(config.data or config.model)
-        raise UserError(note or f"{name} brings its own loaders and takes no batch_size: there is nothing to find")
+        raise UserError(f"{name} brings its own loaders and takes no batch_size: there is nothing to find")
     return plan
 
 

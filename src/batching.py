@@ -88,6 +88,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         Lightning divides each loss by `accumulation` and averages gradients over ranks, which is right for full global
         batches (weight 1) and wrong for an epoch's last, smaller one.
         """
+        batch_idx %= len(self)  # beside a longer loader this one begins again
         first = batch_idx // accumulation * accumulation * self.chunk
         global_batch = min(accumulation * self.chunk, self.size - first)
         return self.samples(batch_idx) * self.world_size * accumulation / global_batch
@@ -215,6 +216,12 @@ class GlobalBatchLoader:
         self._resumed = self._done_in = state["epoch"]
         self._done = math.ceil(samples / self.sampler.chunk)  # a state that is saved before the first batch is the same
         self.sampler.start = samples % self.sampler.size // self.sampler.chunk
+
+
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """Return all loaders that training draws from; a CombinedLoader, a list or a dictionary has several."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else combined.flattened
 
 
 def stop_workers(loaders: Any) -> None:

@@ -30,6 +30,8 @@ def refuse_changed(folder: Path, essentials: dict[str, Any], allowed: str | None
     before = read_json(folder / "manifest.json")
     if not before and (folder / "manifest.json").exists():
         print(f"warning: {folder / 'manifest.json'} is damaged: nothing says what this run has been trained with")
+    if "planned_batch_size" in before:  # the data gives another batch than was worked out, now as then
+        before["global_batch_size"] = before["planned_batch_size"]
     changed = [name for name in ESSENTIAL if name in before and name in essentials and before[name] != essentials[name]]
     if refused := [name for name in changed if name not in names]:
         was = ", ".join(f"{name} {before[name]} (now {essentials[name]})" for name in refused)

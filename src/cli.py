@@ -53,10 +53,10 @@ from src.hangs.limit import WatchdogSettings, fit_timeouts
 from src.lock import release
 from src.precision import BF16Mixed
 from src.preparation import prepare_environment, prepare_yaml, quieten
-from src.resolution import resolve
+from src.resolution import asked_batch, resolve
 from src.run import Run, find_run, open_run
 from src.start import block as start_block
-from src.start import continue_command
+from src.start import continue_command, refuse_without_data
 from src.start import facts as start_facts
 from src.strategies import is_ours
 from src.strategies.fsdp import choose_format
@@ -248,6 +248,8 @@ class ProjectCLI(LightningCLI):
             loggers=config.logger is not False,
             checkpoints=given.checkpoint if config.enable_checkpointing is not False else None,
             breaker=given.breaker,
+            plan=self.here.plan,
+            asked=asked_batch(self.settings),
         )
         # Lightning's Timer asks the other ranks in every step, and stops with an extra validation.
         if config.max_time and self.wanted.checkpoints:
@@ -289,6 +291,7 @@ class ProjectCLI(LightningCLI):
 
     def run_subcommand(self) -> None:
         """Train or evaluate in a run directory."""
+        refuse_without_data(self.command, self.model, self.datamodule)
         if self.settings.activation_checkpointing:
             checkpoint_activations(self.model)
         if self.settings.compile:

@@ -180,6 +180,11 @@ def explain(error: Exception, parser: "ArgumentParser", argv: list[str]) -> str:
         return f"unknown key {match[1]}{_nearest(match[1], _keys(parser))}{_origin(match[1], argv)}"
     if match := re.search(r"unrecognized arguments: (.*)", text):
         return f"{match[1]!r} belongs to no option"
+    if (given := re.search(r"Given value: ([\w.]+)$", text)) and _of_old_lightning(given[1]):
+        return (
+            f"{path}: {given[1]} is written for pytorch_lightning, whose classes are not lightning's: change its "
+            "import to `import lightning.pytorch as pl`"
+        )
     lines = [re.sub(r"^-\s*", "", line.strip()) for line in text.splitlines()]
     lines = [re.sub(r'Parser key "[^"]+":\s*', "", line) for line in lines if not NOISE.search(line)]
     lines = [re.sub(r"Problem with given class_path '([^']+)':", r"\1:", line) for line in lines]
@@ -206,12 +211,31 @@ def _keys(parser: "ArgumentParser") -> list[str]:
 
 
 def class_parameters(class_path: str) -> Mapping[str, inspect.Parameter]:
-    """What a class takes; {} where it cannot be imported."""
+    """What a class takes, also what it hands on to its parents as **kwargs; {} where it cannot be imported."""
+    module, _, name = class_path.rpartition(".")
+    found: dict[str, inspect.Parameter] = {}
+    try:
+        owner = getattr(importlib.import_module(module), name)
+        for base in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
+            own = inspect.signature(base).parameters
+            found = {**own, **found}
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
+                break
+    except (ImportError, AttributeError, ValueError, TypeError):
+        pass
+    return found
+
+
+def _of_old_lightning(class_path: str) -> bool:
+    """Whether a class derives from the package pytorch_lightning, installed or not."""
     module, _, name = class_path.rpartition(".")
     try:
-        return inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    except (ImportError, AttributeError, ValueError, TypeError):
-        return {}
+        parents = getattr(importlib.import_module(module), name).__mro__
+    except ImportError as error:
+        return (error.name or "").startswith("pytorch_lightning")
+    except (AttributeError, ValueError):
+        return False
+    return any(parent.__module__.startswith("pytorch_lightning") for parent in parents)
 
 
 def _nearest(name: str, candidates: Iterable[str]) -> str:

@@ -41,13 +41,13 @@ def resolve(config: Namespace, files: list[str]) -> Resolution:
     cards = local_cards(shape)
     precision = resolve_precision(trainer.precision, cards)
     strategy = resolve_strategy(trainer.strategy, shape.world_size)
-    plan, batch_note = plan_of(config, shape.world_size)
+    plan = plan_of(config, shape.world_size)
     if cards and precision.value == "32-true":
         # fp32 matrix products on TF32 units; without this they do not use tensor cores at all.
         torch.set_float32_matmul_precision("high")
     root = "trainer.default_root_dir has no effect: runs go to $RUN_ROOT" if trainer.default_root_dir else None
     of_precision = (precision.warning, low_note(precision.value))
-    notes = [note for note in (batch_note, clip_note, other_card_note(files, cards), *of_precision, root) if note]
+    notes = [note for note in (clip_note, other_card_note(files, cards), *of_precision, root) if note]
     return Resolution(shape, environment, precision, strategy, plan, _half(config, plan), notes)
 
 
@@ -78,24 +78,22 @@ def batch_options(config: Namespace, plan: BatchPlan, micro_batch_size: int) -> 
     return [part for name, value in values.items() for part in (f"--{name}", str(value))]
 
 
-def plan_of(config: Namespace, world_size: int) -> tuple[BatchPlan | None, str | None]:
-    """The batch plan, or none and a note where the global batch that was asked for cannot be enforced.
+def plan_of(config: Namespace, world_size: int) -> BatchPlan | None:
+    """The batch plan; None where the data brings its own batches and nobody asked for others.
 
     Raises:
-        UserError: the numbers do not fit each other.
+        UserError: the numbers do not fit each other, or cannot be enforced.
 
     """
     default = _batch_size_default(config.data)
     if default is None:
-        if not (config.global_batch_size or config.micro_batch_size):
-            return None, None
-        name, value = (
-            ("global", config.global_batch_size) if config.global_batch_size else ("micro", config.micro_batch_size)
-        )
-        return None, (
-            f"{name}_batch_size {value} cannot be enforced: {class_name(config.data or config.model)} "
-            "brings its own loaders and takes no batch_size"
-        )
+        if asked := asked_batch(config):
+            name = class_name(config.data or config.model)
+            raise UserError(
+                f"{asked} cannot be enforced: {name} brings its own loaders and takes no batch_size: leave it out, or "
+                "let the data module take batch_size"
+            )
+        return None
     micro, own = config.micro_batch_size, config.data.init_args.batch_size
     if own != default:  # set by the user, and the same thing
         if micro not in (None, own):
@@ -105,15 +103,21 @@ def plan_of(config: Namespace, world_size: int) -> tuple[BatchPlan | None, str |
         micro = own
     accumulation = config.trainer.accumulate_grad_batches
     accumulation = None if accumulation == 1 else accumulation  # Lightning's default is "not given" here
-    return plan_batches(world_size, config.global_batch_size, micro, accumulation), None
+    return plan_batches(world_size, config.global_batch_size, micro, accumulation)
+
+
+def asked_batch(config: Namespace) -> str | None:
+    """Return the setting that asks for a batch, as "global_batch_size 64"; None where there is none."""
+    asked = ((name, config[name]) for name in ("global_batch_size", "micro_batch_size"))
+    return next((f"{name} {value}" for name, value in asked if value), None)
 
 
 def _batch_size_default(data: Namespace | None) -> int | None:
     """What the data module takes as batch_size when nobody says; None where it has no such argument."""
     if data is None or "batch_size" not in (data.get("init_args") or {}):
         return None
-    default = class_parameters(data.class_path)["batch_size"].default
-    return default if isinstance(default, int) else 0
+    parameter = class_parameters(data.class_path).get("batch_size")
+    return parameter.default if parameter and isinstance(parameter.default, int) else 0
 
 
 def class_name(config: Namespace) -> str:

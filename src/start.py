@@ -6,13 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning import LightningModule, Trainer
+from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from src import stopped
+from src.errors import UserError
 from src.resolution import Resolution, class_name
 from src.run import Run
 
 RESUME = "python slurm/jobs.py resume"
+
+
+def refuse_without_data(command: str, model: LightningModule, data: LightningDataModule | None) -> None:
+    """Refuse a command that has no data, before there is a run folder.
+
+    Raises:
+        UserError: neither the data module nor the model has the command's loader.
+
+    """
+    hook = {"fit": "train", "validate": "val"}.get(command, command) + "_dataloader"
+    sources = [source for source in (data, model) if source is not None]
+    if not any(is_overridden(hook, source) for source in sources):
+        names = " and ".join(type(source).__name__ for source in sources)
+        raise UserError(f"{command} needs data, and {names} has no {hook}: give --data my.Data, or write that method")
 
 
 def task_name(model: LightningModule) -> str:

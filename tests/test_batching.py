@@ -1,8 +1,10 @@
 import multiprocessing
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from src import batching
 from src.batch_plan import BatchPlan, plan_batches
@@ -272,3 +274,13 @@ def test_loaders_without_workers_have_none_to_stop():
     assert len(list(used)) == len(list(plain)) == 5
     stop_workers([used, {"plain": plain, "fresh": fresh}, None])
     assert len(list(used)) == len(list(plain)) == 5
+
+
+@pytest.mark.parametrize(("device", "workers"), [("cuda", 2), ("cuda", 0), ("cpu", 2), ("cpu", 0)])
+def test_memory_is_pinned_for_a_gpu_and_workers_stay(device: str, workers: int) -> None:
+    """Pages are pinned by default where a GPU copies from them, and workers outlast an epoch where there are any."""
+    trainer: Any = SimpleNamespace(
+        global_rank=0, world_size=1, num_devices=1, strategy=SimpleNamespace(root_device=torch.device(device))
+    )
+    made = GlobalBatchLoader(cast(Dataset, torch.zeros(4)), 2, trainer, train=True, num_workers=workers).loader
+    assert (made.pin_memory, made.persistent_workers) == (device == "cuda", workers > 0)

@@ -1,8 +1,10 @@
 """What users bring: modules, data modules, strategies and bars that know nothing of this project."""
 
 import shutil
+import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,15 +21,43 @@ GAN = ["--model", "tests.test_foreign.Gan", "--trainer.max_epochs", "2", "--trai
 
 
 def test_lightnings_boring_model_trains_unchanged(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A module that brings its own loaders works by its path; that the batch is not enforced is said in one line."""
-    assert main(["fit", *CPU, *BORING, "--trainer.max_steps", "10", "--global_batch_size", "4"]) == 0
+    """A module that brings its own loaders works by its path; the batch that they give is said in one line."""
+    assert main(["fit", *CPU, *BORING, "--trainer.max_steps", "10"]) == 0
     run = only_run(run_root)
     assert run.name.startswith("BoringModel-")
     assert losses(run)
     output = capsys.readouterr().out
-    assert "global_batch_size 4 cannot be enforced: BoringModel brings its own loaders" in output
+    assert "the global batch is 1 = 1 over 1 device(s)" in output
     assert main(["predict", *CPU, *BORING]) == 0
     assert (run / "predictions.pt").exists()
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_a_command_without_data_is_refused_before_there_is_a_run(
+    command: str, run_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line that names the missing loader."""
+    assert main([command, *CPU, "--model", "tests.tiny.Line"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"{command} needs data, and Line has no " in line
+    assert not run_root.exists()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_module_of_the_old_package_names_the_import_to_change(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether pytorch_lightning is there or not."""
+    (tmp_path / f"old_{installed}.py").write_text(
+        "import pytorch_lightning as pl\nclass Old(pl.LightningModule):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    package = ModuleType("pytorch_lightning")
+    package.LightningModule = type("LightningModule", (), {"__module__": "pytorch_lightning"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", package if installed else None)
+    assert main(["fit", *CPU, "--model", f"old_{installed}.Old"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "change its import to `import lightning.pytorch as pl`" in line
 
 
 def test_lightnings_transformer_trains_on_a_plain_data_module(run_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from src.batching import GlobalBatchSampler
+from src.batching import GlobalBatchSampler, training_loaders
 from src.callbacks.log_interval import row_index, row_is_due, write_row
 
 
@@ -29,9 +29,18 @@ class GlobalBatch(Callback):
         """Give every rank random numbers of its own: the same seed made the same weights, but masks must differ."""
         self._sum, self._since = None, row_index(trainer)
         torch.manual_seed(torch.initial_seed() + trainer.global_rank)
-        if trainer.is_global_zero and not self._sampler(trainer):
-            for note in _foreign_data_notes(trainer.train_dataloader, trainer.world_size):
-                print(note)
+        samplers = self._samplers(trainer)
+        if not trainer.is_global_zero:
+            return
+        if len({sampler.size for sampler in samplers}) > 1:
+            print(
+                "note: the training loaders differ in length: steps at the end of a shorter one depend on the number "
+                "of processes and on accumulation"
+            )
+        foreign = [loader for loader in training_loaders(trainer) if not _is_ours(loader)]
+        notes = (note for loader in foreign for note in _foreign_data_notes(loader, trainer.world_size))
+        for note in dict.fromkeys(notes):
+            print(note)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:  # noqa: D102
         weight = self._weight(trainer)
@@ -73,15 +82,20 @@ class GlobalBatch(Callback):
         write_row(trainer, {"train/loss": value})
 
     @staticmethod
-    def _sampler(trainer: Trainer) -> GlobalBatchSampler | None:
-        sampler = getattr(trainer.train_dataloader, "sampler", None)
-        return sampler if isinstance(sampler, GlobalBatchSampler) else None
+    def _samplers(trainer: Trainer) -> list[GlobalBatchSampler]:
+        """Those of all loaders; [] where one loader is another's, whose samples nobody knows."""
+        loaders = training_loaders(trainer)
+        return [loader.sampler for loader in loaders] if all(map(_is_ours, loaders)) else []
 
     def _weight(self, trainer: Trainer) -> float:
-        sampler = self._sampler(trainer)
-        if sampler is None:
-            return 1.0
-        return sampler.weight(trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches)
+        """The mean over the loaders, which agree where they are of one length."""
+        index, accumulation = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
+        weights = [sampler.weight(index, accumulation) for sampler in self._samplers(trainer)]
+        return sum(weights) / len(weights) if weights else 1.0
+
+
+def _is_ours(loader: object) -> bool:
+    return isinstance(getattr(loader, "sampler", None), GlobalBatchSampler)
 
 
 def _foreign_data_notes(loader: object, world_size: int) -> list[str]:

@@ -36,28 +36,6 @@ def at_step_boundaries(trainer: Trainer, act: Callable[[], None]) -> None:
     loop._on_before_fetch = act_before_fetch  # type: ignore[method-assign]
 
 
-class UncountedSteps:
-    """Notices a module that optimizes by itself in a way in which Lightning counts no step."""
-
-    BATCHES = 200  # without a step, from the start of training
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._begun, self._left = trainer.global_step, self.BATCHES
-
-    def look(self, trainer: Trainer) -> None:
-        """Before each batch; warns once."""
-        if self._left == 0 or trainer.lightning_module.automatic_optimization:
-            return
-        self._left = self._left - 1 if trainer.global_step == self._begun else 0
-        if self._left == 0 and trainer.global_step == self._begun and trainer.is_global_zero:
-            print(
-                f"warning: in {self.BATCHES} batches no optimizer step was counted: nothing is saved, and signals and "
-                "max_steps are not heeded, until one is; Lightning counts those of the optimizers that "
-                "self.optimizers() gives, without use_pl_optimizer=False",
-                flush=True,
-            )
-
-
 def resume_data(trainer: Trainer) -> None:
     """Give the loaders their positions back where Lightning has forgotten them.
 

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import Timer
 from src import stopped
 from src.checkpoint.before_training import refuse_state, refuse_writers
 from src.checkpoint.boundary import (
-    UncountedSteps,
     as_boundary,
     at_step_boundaries,
     before_epoch,
@@ -84,7 +83,6 @@ class SaveNewest(Callback):
                 "note: the module optimizes by itself: rows count batches, checkpoints and max_steps its optimizers' "
                 "steps; gradients that it keeps from one batch to the next are not saved"
             )
-        self._uncounted = UncountedSteps(trainer)
         self.schedule.begin(trainer)
         if self._validations.pending:
             self.schedule.step -= 1  # with that validation it becomes another state
@@ -102,7 +100,6 @@ class SaveNewest(Callback):
         if not self._checked:
             self._checked = True
             refuse_state(trainer)
-        self._uncounted.look(trainer)
         due = self.schedule.due(trainer)
         if due or self._best:
             self._save(trainer, due, last=bool(self.schedule.stop))

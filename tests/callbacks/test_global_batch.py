@@ -3,6 +3,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from src.batching import GlobalBatchSampler
@@ -110,9 +111,12 @@ def test_other_loaders_are_taken_as_they_are(rows):
     assert rows.curve("train/loss") == pytest.approx({0: sum(losses[:2]) / 2, 1: losses[2] / 2})
 
 
-def a_trainer(**settings: Any) -> Any:
-    """One that is about to train."""
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+def a_trainer(data: Any = None, **settings: Any) -> Any:
+    """One that is about to train on `data`."""
+    loop = SimpleNamespace(
+        epoch_loop=SimpleNamespace(_batches_that_stepped=0),
+        _combined_loader=CombinedLoader([] if data is None else [data]),
+    )
     return SimpleNamespace(**{"fit_loop": loop, "global_rank": 0, "world_size": 1, "is_global_zero": True} | settings)
 
 
@@ -154,7 +158,7 @@ class Placed:
 )
 def test_a_loader_of_another_kind_is_told_what_it_costs(data, world_size, said, capsys):
     """A plain loader repeats samples after a resume and over ranks; one that keeps its own place is not blamed."""
-    GlobalBatch().on_train_start(a_trainer(world_size=world_size, train_dataloader=data), Line())
+    GlobalBatch().on_train_start(a_trainer(data, world_size=world_size), Line())
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) == len(said)
     assert all(part in line for part, line in zip(said, lines, strict=True))

@@ -1,7 +1,6 @@
 """Where a signal would come too late to save, training says so at its start."""
 
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from torch import Tensor
 from src import signals
 from src.callbacks import preemption
 from src.callbacks.preemption import Preemption
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
 from src.errors import UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
@@ -84,24 +81,3 @@ def test_a_lead_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("STOP_LEAD_SECONDS", "2m")
     with pytest.raises(UserError, match="STOP_LEAD_SECONDS=2m: expected a number of seconds"):
         Preemption(saves=True)
-
-
-@pytest.mark.parametrize(("through_lightning", "said"), [(False, 1), (True, 0)])
-def test_steps_that_nobody_counts_are_said(
-    through_lightning: bool, said: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A module that steps its optimizer by itself is neither saved nor stopped by a signal: a warning, once."""
-
-    class ByItself(Line):
-        automatic_optimization = False
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            optimizer: Any = self.optimizers(use_pl_optimizer=through_lightning)
-            optimizer.zero_grad()
-            self.manual_backward(self.error(batch))
-            optimizer.step()
-
-    save = SaveNewest(tmp_path, CheckpointSettings())
-    trainer = quiet_trainer(callbacks=[save], max_epochs=1, max_steps=-1, limit_val_batches=0)
-    trainer.fit(ByItself(), *loaders(trainer, torch.ones(500, 1), 2))
-    assert capsys.readouterr().out.count("no optimizer step was counted") == said
