@@ -227,13 +227,11 @@ def class_parameters(class_path: str) -> Mapping[str, inspect.Parameter]:
 
 
 def _of_old_lightning(class_path: str) -> bool:
-    """Whether a class derives from the package pytorch_lightning, installed or not."""
+    """Whether a class derives from the package pytorch_lightning, which lightning installs beside itself."""
     module, _, name = class_path.rpartition(".")
     try:
         parents = getattr(importlib.import_module(module), name).__mro__
-    except ImportError as error:
-        return (error.name or "").startswith("pytorch_lightning")
-    except (AttributeError, ValueError):
+    except (ImportError, AttributeError, ValueError):
         return False
     return any(parent.__module__.startswith("pytorch_lightning") for parent in parents)
 
