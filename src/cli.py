@@ -63,7 +63,7 @@ from src.strategies.fsdp import choose_format
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from src.trainer import ProjectTrainer
 
-OF_ONE_START = ("run", "allow_changed", "fresh")  # options that are no part of an experiment
+OF_ONE_START = ("run", "allow_changed", "fresh", "output")  # options that are no part of an experiment
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -137,6 +137,9 @@ class ProjectCLI(LightningCLI):
         )
         parser.add_argument(
             "--fresh", action=ActionYesNo, default=False, help="start another run, NAME-2, if --run NAME is there"
+        )
+        parser.add_argument(
+            "--output", type=str | None, default=None, help="folder for what an evaluation writes; default: the run's"
         )
         parser.add_argument("--global_batch_size", type=int | None, help="samples per optimizer step over all devices")
         parser.add_argument("--micro_batch_size", type=int | None, help="samples per device and pass")
@@ -393,9 +396,12 @@ class ProjectCLI(LightningCLI):
             self.trainer.callbacks += [EMA()]  # type: ignore[attr-defined]  # a file's average is what is evaluated
         watchers = watch(self.trainer, run, self.wanted, self.again)
         self.trainer.callbacks += [*watchers, Preemption()]  # type: ignore[attr-defined]
+        folder = Path(self.settings.output) if self.settings.output else run.path
         if self.command == "predict":
+            if not os.access(folder, os.W_OK):
+                raise UserError(f"the predictions cannot be written to {folder}: name another folder with --output")
             arguments["return_predictions"] = False
-            self.trainer.callbacks += [WritePredictions(run.path / "predictions.pt")]  # type: ignore[attr-defined]
+            self.trainer.callbacks += [WritePredictions(folder / "predictions.pt")]  # type: ignore[attr-defined]
         if self.trainer.is_global_zero:
             print(f"{self.command}: {arguments['ckpt_path']}")
             print("".join(f"note: {note}\n" for note in self.here.notes), end="")
@@ -404,7 +410,11 @@ class ProjectCLI(LightningCLI):
         metrics = getattr(self.trainer, self.command)(**arguments)
         if self.trainer.is_global_zero and metrics:
             merged = {key: value for part in metrics for key, value in part.items()}
-            run.write_json(f"{self.command}.json", {"checkpoint": arguments["ckpt_path"], "metrics": merged})
+            result = {"checkpoint": arguments["ckpt_path"], "metrics": merged}
+            try:
+                Run(str(folder), "evaluated").write_json(f"{self.command}.json", result)
+            except OSError as error:
+                print(f"note: {folder} takes no {self.command}.json ({error.strerror}); --output FOLDER names another")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from src import exit_codes
-from src.errors import AgreedError, TrippedError, UserError, from_settings, hint
+from src.errors import AgreedError, TrippedError, UserError, from_settings, hint, of_a_file
 from src.memory import is_out_of_memory
 from src.out_of_memory import explain as explain_memory
 from src.ranks import lost_a_rank
@@ -70,6 +70,8 @@ def crash(error: Exception) -> int:
         what = " ".join(str(error).split())[:300]
         print(f"another rank went away, and this one ends with it ({what})", file=sys.stderr)
         return exit_codes.LOST_A_RANK
+    if refused := of_a_file(error):
+        return complain(refused)
     if from_settings(error):
         return complain(UserError(str(error)))
     if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):

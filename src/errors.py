@@ -1,9 +1,15 @@
 """Errors that a user can mend: one line on stderr and exit code 2, never a traceback."""
 
+import errno
 import operator
+import os
 import traceback
+from pathlib import Path
 
 from src import exit_codes
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+LATER = (*FULL, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)  # a restart may find it well
 
 
 class UserError(Exception):
@@ -41,6 +47,31 @@ class NotSavedError(UserError):
     """The state that a start ends with cannot be written, as where the disk is full; the one before is still there."""
 
     exit_code = exit_codes.BUSY
+
+
+class FileError(UserError):
+    """A file of ours cannot be read or written."""
+
+    def __init__(self, error: OSError) -> None:
+        where = f"{error.filename}: " if error.filename else ""
+        remedy = "make room and continue" if error.errno in FULL else "mend that and start again"
+        super().__init__(f"{where}{error.strerror or error}; {remedy}")
+        self.exit_code = exit_codes.BUSY if error.errno in LATER else exit_codes.BAD_INPUT
+
+
+def of_a_file(error: BaseException) -> FileError | None:
+    """Return in one line what an operating system says of a file of ours or of the disk; None for any other error.
+
+    A file of ours lies in the run root, in the cache or in the project; what a user's code opens elsewhere is theirs,
+    with a traceback. A disk that is full, a quota or a file server that is away may be well at the next start.
+    """
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    root, cache = os.environ.get("RUN_ROOT"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    places = [Path(place).expanduser().resolve() for place in (root, cache, Path(__file__).parents[1]) if place]
+    path = Path(str(error.filename)).resolve() if error.filename else None
+    ours = path is not None and any(path.is_relative_to(place) for place in places)
+    return FileError(error) if ours or error.errno in LATER else None
 
 
 def from_settings(error: Exception) -> bool:

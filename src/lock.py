@@ -54,7 +54,7 @@ def hold(folder: Path) -> None:
         return
     try:
         _refuse_living(folder, here=False)  # a process of this machine would hold the lock
-    except InUseError:
+    except Exception:
         lock.close()
         raise
     lock.truncate(0)

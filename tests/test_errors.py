@@ -1,3 +1,5 @@
+import errno
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +11,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from src import exit_codes
 from src.cli import main
-from src.errors import UserError, from_settings, hint
+from src.errors import UserError, from_settings, hint, of_a_file
 from src.strategies import NAMES
 from tests.commands import BORING, CPU, SMALL
 from tests.tiny import Line, loaders, quiet_trainer
@@ -179,3 +182,37 @@ def test_a_setting_that_a_class_of_lightning_refuses_is_one_line(capsys):
     ]
     assert main(["fit", *CPU, *BORING, *stop]) == 2
     assert capsys.readouterr().err == "error: `mode` can be min, max, got up\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "ours", "code"),
+    [
+        (errno.ENOSPC, True, exit_codes.BUSY),
+        (errno.EDQUOT, False, exit_codes.BUSY),
+        (errno.ESTALE, True, exit_codes.BUSY),
+        (errno.EACCES, True, exit_codes.BAD_INPUT),
+        (errno.EISDIR, True, exit_codes.BAD_INPUT),
+        (errno.EROFS, True, exit_codes.BAD_INPUT),
+        (errno.ENOENT, False, None),
+    ],
+)
+def test_what_the_system_says_of_a_file_of_ours_is_one_line(number, ours, code, run_root, tmp_path):
+    """75 where a restart may find it well; a file that the user's code opens elsewhere keeps its traceback."""
+    path = (run_root if ours else tmp_path / "theirs") / "file"
+    said = of_a_file(OSError(number, os.strerror(number), str(path)))
+    if code is None:
+        assert said is None
+        return
+    assert said is not None
+    assert said.exit_code == code
+    assert str(said).startswith(f"{path}: {os.strerror(number)}; ")
+
+
+@pytest.mark.parametrize("name", ["summary.json", "manifest.json", "metrics.csv", "heartbeat", "config.yaml", ".lock"])
+def test_a_folder_in_the_place_of_a_file_of_a_run_is_no_traceback(name, run_root, capsys):
+    """Training begins all the same or one line names the path; nothing else of the run is lost."""
+    (run_root / "mine" / name).mkdir(parents=True)
+    code = main(["fit", *CPU, *SMALL, "--run", "mine"])
+    told = capsys.readouterr()
+    assert "Traceback" not in told.err
+    assert code == 0 or (code in (2, 75) and f"{run_root / 'mine'}" in told.err)

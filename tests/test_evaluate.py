@@ -37,6 +37,24 @@ def test_a_named_run_is_evaluated_with_its_own_model(run_root: Path, capsys: pyt
     assert "like it: wide" in capsys.readouterr().err
 
 
+def test_a_run_that_takes_no_file_is_evaluated_all_the_same(
+    run_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The numbers are printed and a note says where they are not; --output puts them elsewhere; predictions need it."""
+    run = fit(run_root, "locked", *SMALL)
+    (run / "test.json").mkdir()  # as root one may write to what is read-only for others
+    assert main(["test", *CPU, "--run", "locked"]) == 0
+    told = capsys.readouterr().out
+    assert "test/accuracy" in told
+    assert f"note: {run} takes no test.json (Is a directory); --output FOLDER names another" in told
+    assert main(["test", *CPU, "--run", "locked", "--output", str(tmp_path)]) == 0
+    assert read_json(tmp_path / "test.json")["metrics"]["test/accuracy"] > 0
+    assert main(["predict", *CPU, "--run", "locked", "--output", str(tmp_path / "nowhere")]) == 2
+    assert "name another folder with --output" in capsys.readouterr().err
+    assert main(["predict", *CPU, "--run", "locked", "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "predictions.pt").exists()
+
+
 def test_evaluation_without_a_run_says_what_to_do(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No run of this model: one line with the folder searched, exit code 2."""
     assert main(["test", *CPU, *SMALL]) == 2

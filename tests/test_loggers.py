@@ -1,15 +1,17 @@
 """A W&B logger goes on in one run."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
+from torch.utils.tensorboard import SummaryWriter
 
 from src.loggers import keep_wandb_run
 from src.run import Run
-from tests.commands import CPU, train
+from tests.commands import CPU, SMALL, fit, losses, train
 
 
 class WandbLogger(CSVLogger):
@@ -65,3 +67,20 @@ def test_only_rank_0_makes_an_id(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     keep_wandb_run(run, [WandbLogger(run.path)])
     assert list(run.path.iterdir()) == []
+
+
+def test_a_disk_that_takes_no_events_ends_no_training(
+    run_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard's writer raises at each call from then on: it is said once, and the rows are all there."""
+    add = SummaryWriter.add_scalar
+
+    def full(self: SummaryWriter, name: str, value: float, step: int, **more: object) -> None:
+        if step >= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        add(self, name, value, step)
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    run = fit(run_root, "full", *SMALL)
+    assert len(losses(run)) == 4
+    assert capsys.readouterr().out.count("tensorboard cannot be written ([Errno 28] No space left on device)") == 1
