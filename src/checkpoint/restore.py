@@ -33,6 +33,8 @@ class Restore(_CheckpointConnector):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._built: State = {}
+        self._groups: list[list[State]] = []  # settings of the optimizers' groups, as built
+        trainer.strategy.setup_optimizers = self._set_up_optimizers  # type: ignore[method-assign]
 
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
         return ckpt_path or None
@@ -60,7 +62,7 @@ class Restore(_CheckpointConnector):
             AgreedError: the checkpoint is of other optimizers, or a schedule ends before that position.
 
         """
-        then, now = self._loaded_checkpoint.get(BUILT, {}), self._note_built()
+        then, now = self._loaded_checkpoint.get(BUILT, {}), self._built
         if "optimizers" not in then:  # a checkpoint that was written without this class
             super().restore_optimizers_and_schedulers()
             return
@@ -68,7 +70,7 @@ class Restore(_CheckpointConnector):
         optimizers, schedulers = self.trainer.optimizers, [c.scheduler for c in self.trainer.lr_scheduler_configs]
         fresh = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
         of = [next(n for n, one in enumerate(optimizers) if one is scheduler.optimizer) for scheduler in schedulers]
-        groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
+        groups = self._groups
         reduced: dict[int, list[float]] = {}  # how far schedules had come down, of optimizers with another rate now
         for number, state in enumerate(self._loaded_checkpoint["optimizer_states"]):
             saved = [group["lr"] for group in state["param_groups"]]
@@ -106,13 +108,11 @@ class Restore(_CheckpointConnector):
             rate_changed |= bool(names & {"lr", "initial_lr"})
         return rate_changed
 
-    def resume_end(self) -> None:
-        """Note what a new run was built with."""
-        if not self._loaded_checkpoint and self.trainer.state.fn == "fit":
-            self._note_built()
-        super().resume_end()
-
-    def _note_built(self) -> State:
+    def _set_up_optimizers(self, trainer: Trainer) -> None:
+        """Note what the configuration builds, before a callback regroups it, as BaseFinetuning does on resume."""
+        strategy = trainer.strategy
+        type(strategy).setup_optimizers(strategy, trainer)
+        self._groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
         self._built["optimizers"] = [
             {
                 "class": type(optimizer).__qualname__,
@@ -125,7 +125,6 @@ class Restore(_CheckpointConnector):
             _comparable(config.scheduler.state_dict()) | {"class": type(config.scheduler).__qualname__}
             for config in self.trainer.lr_scheduler_configs
         ]
-        return self._built
 
     def _refuse_other(self, before: list[State], now: list[State]) -> None:
         was, are = (

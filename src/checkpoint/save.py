@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
 from src import stopped
-from src.checkpoint.before_training import refuse_state, refuse_writers
+from src.checkpoint.before_training import refuse_callbacks, refuse_state, refuse_writers
 from src.checkpoint.boundary import (
     as_boundary,
     at_step_boundaries,
@@ -69,6 +69,7 @@ class SaveNewest(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: D102
         if stage == "fit":
+            refuse_callbacks(trainer)
             refuse_writers(trainer)
             at_step_boundaries(trainer, lambda: self._at_boundary(trainer))
             self._validations = Validations(
