@@ -1,18 +1,22 @@
 """Finds the micro batch that trains fastest within the memory, and keeps the global batch.
 
     python -m src.batch_size --config configs/h100_n1_gpu2.yaml --task language
-    python -m src.batch_size --headroom 0.2 --smallest 8 --config …
+    python -m src.batch_size --headroom 0.2 --trial-minutes 10 --config …
 
 Everything that is not listed here goes to `fit`. Each micro batch is tried for a few steps by the real command, in
 processes of its own with runs in a folder that is deleted: real module, data, strategy, precision and compilation, and
-what runs out of memory takes nothing along. It doubles the micro batch until one does not fit, then halves in on what
-lies between. Exit code 0: the last line is what to paste; 71: not even the smallest fits.
+what runs out of memory takes nothing along. A step of a trial has at most `PASSES` passes: more take the same memory
+and time per sample. The first trial is the middle size, its peak says which size should fill the memory, and what is
+left between the largest that fits and the smallest that does not is halved. Exit code 0: the last line is what to
+paste; 71: not even the smallest fits.
 """
 
 import argparse
+import bisect
 import csv
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,6 +42,8 @@ from src.hardware import process_environment, read_shape
 from src.preparation import prepare_yaml, quieten
 from src.resolution import batch_options, class_name, plan_of
 
+PASSES = 4  # of a trial's step: from two on gradients are kept between passes, with more the optimizer's share falls
+STATE_BYTES = 16  # of a parameter, its gradient and Adam's two moments, 4 each
 # Behind the user's own options, whose last one counts.
 TRIAL = [
     *("--trainer.max_epochs", "-1", "--trainer.max_time", "null", "--trainer.fast_dev_run", "false"),
@@ -63,6 +69,7 @@ class Trial:
     peak: float | None  # GiB, of the rank that took most; None where memory ran out
     speed: float = 0.0  # samples/s over all ranks
     card: float | None = None  # GiB that the card has; None on a CPU
+    state: float = 0.0  # GiB of weights, gradients and Adam's moments on a rank, reckoned
     said: str = ""  # where memory ran out
 
 
@@ -94,22 +101,37 @@ def plan_here(config: Namespace) -> BatchPlan:
     return plan
 
 
-def search(sizes: list[int], attempt: Callable[[int], Trial], fits: Callable[[Trial], bool]) -> list[Trial]:
-    """Try sizes by doubling, then by halving what lies between the largest that fits and the smallest that does not."""
-    trials, index, good, bad = [], 0, -1, len(sizes)
-    while index < bad:
+def search(
+    sizes: list[int],
+    attempt: Callable[[int], Trial],
+    fits: Callable[[Trial], bool],
+    fill: Callable[[Trial], float | None],
+) -> list[Trial]:
+    """Find the largest size that fits, in at most `most_trials` trials.
+
+    The first trial is the middle one. `fill` says of a trial that fits which size should fill the memory: that is the
+    second one; after it the sizes between the largest that fits and the smallest that does not are halved.
+    """
+    trials: list[Trial] = []
+    good, bad, index, filled = -1, len(sizes), (len(sizes) - 1) // 2, False
+    while bad - good > 1:
         trials.append(attempt(sizes[index]))
         good, bad = (index, bad) if fits(trials[-1]) else (good, index)
-        doubled = (place for place, size in enumerate(sizes) if size >= 2 * sizes[index])
-        index = next(doubled, len(sizes))
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        trials.append(attempt(sizes[middle]))
-        good, bad = (middle, bad) if fits(trials[-1]) else (good, middle)
+        index = (good + bad) // 2
+        if good >= 0 and not filled and (size := fill(trials[-1])) is not None:
+            filled = True
+            index = max(good, min(bad - 1, bisect.bisect_right(sizes, size) - 1))
+            if index == good:
+                index = good + 1  # the arithmetic is rough: see that the next one does not fit
     return trials
 
 
-def attempt(root: Path, arguments: list[str], micro_batch_size: int, steps: int) -> Trial:
+def most_trials(count: int) -> int:
+    """Return how many trials `search` makes at most among `count` sizes: halving, and one that is reckoned."""
+    return count.bit_length() + 1
+
+
+def attempt(root: Path, arguments: list[str], micro_batch_size: int, steps: int, minutes: float) -> Trial:
     """Train for a few steps in processes of their own.
 
     Raises:
@@ -120,12 +142,24 @@ def attempt(root: Path, arguments: list[str], micro_batch_size: int, steps: int)
     folder.mkdir()
     command = [sys.executable, "-m", "src.cli", "fit", *arguments, *TRIAL, "--run", "trial"]
     with (folder / "log.txt").open("w+", errors="replace") as log:
-        code = subprocess.call(
+        trial = subprocess.Popen(
             [*command, "--trainer.max_steps", str(steps)],
             env=os.environ | {"RUN_ROOT": str(folder / "runs")},
             stdout=log,
             stderr=log,
+            start_new_session=True,
         )
+        try:
+            code = trial.wait(minutes * 60)
+        except subprocess.TimeoutExpired:
+            raise FailedError(
+                f"error: a micro batch of {micro_batch_size} did not end within {minutes:g} min; give --trial-minutes",
+                1,
+            ) from None
+        finally:
+            if trial.poll() is None:  # with all its ranks and their workers
+                os.killpg(trial.pid, signal.SIGKILL)
+                trial.wait()
         log.seek(0)
         said = log.read()
     if code == exit_codes.OUT_OF_MEMORY:
@@ -138,7 +172,10 @@ def attempt(root: Path, arguments: list[str], micro_batch_size: int, steps: int)
     # The first step starts the loaders and compiles.
     speed = statistics.median(float(row["perf/samples_per_sec"]) for row in rows[1:])
     peak = max(float(row["perf/peak_memory_gib"]) for row in rows)
-    return Trial(micro_batch_size, peak, speed, read_json(folder / "runs/trial/manifest.json")["card_memory_gib"])
+    manifest = read_json(folder / "runs/trial/manifest.json")
+    ranks = manifest["world_size"] if "fsdp" in manifest["strategy"].lower() else 1
+    state = manifest["parameters"] * STATE_BYTES / 2**30 / ranks
+    return Trial(micro_batch_size, peak, speed, manifest["card_memory_gib"], state)
 
 
 def find(config: Namespace, arguments: list[str], options: argparse.Namespace) -> int:
@@ -150,27 +187,36 @@ def find(config: Namespace, arguments: list[str], options: argparse.Namespace) -
 
     """
     plan = plan_here(config)
-    sizes = [size for size in divisors(plan.share) if size >= options.smallest]
-    if not sizes:
-        raise UserError(f"--smallest is {options.smallest} and a device's share of the global batch is {plan.share}")
+    sizes = divisors(plan.share)
     nodes = config.trainer.num_nodes
-    here = ["--trainer.num_nodes", "1", "--global_batch_size", str(plan.global_batch_size // nodes)]
+    devices = plan.world_size // nodes
     folder = Path(tempfile.mkdtemp(prefix="batch-size-"))
 
     def tried(size: int) -> Trial:
-        trial = attempt(folder, [*arguments, *batch_options(config, plan, size), *here], size, options.steps)
+        passes = min(PASSES, plan.share // size)
+        few = ["--trainer.num_nodes", "1", "--global_batch_size", str(passes * size * devices)]
+        if config.trainer.accumulate_grad_batches != 1:
+            few += ["--trainer.accumulate_grad_batches", str(passes)]
+        trial = attempt(
+            folder, [*arguments, *batch_options(config, plan, size), *few], size, options.steps, options.trial_minutes
+        )
         print(_row(trial, plan.share // size, _fits(trial, options)), flush=True)
         return trial
 
     print(f"global batch {plan.global_batch_size}: {plan.share} a step on each of {plan.world_size} device(s)")
+    count = most_trials(len(sizes))
+    print(
+        f"at most {count} trials of {options.steps} steps with up to {PASSES} passes each, "
+        f"{count * options.trial_minutes:g} min in all (--trial-minutes {options.trial_minutes:g})"
+    )
     print(f"{'micro batch':>11}  {'accumulation':>12}  {'peak GiB':>8}  {'samples/s':>9}", flush=True)
     try:
-        trials = search(sizes, tried, lambda trial: _fits(trial, options))
+        trials = search(sizes, tried, lambda trial: _fits(trial, options), lambda trial: _fill(trial, options))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     good = [trial for trial in trials if _fits(trial, options)]
     if not good:
-        print(f"error: not even a micro batch of {sizes[0]} fits\n{trials[0].said}".rstrip(), file=sys.stderr)
+        print(f"error: not even a micro batch of {sizes[0]} fits\n{trials[-1].said}".rstrip(), file=sys.stderr)
         return exit_codes.OUT_OF_MEMORY
     best = max(good, key=lambda trial: trial.speed)
     if (room := _room(best, options)) is None:
@@ -196,6 +242,18 @@ def _fits(trial: Trial, options: argparse.Namespace) -> bool:
     return trial.peak is not None and (room is None or trial.peak <= room)
 
 
+def _fill(trial: Trial, options: argparse.Namespace) -> float | None:
+    """Return the size that should fill the memory; None where no limit is known.
+
+    Weights, gradients and Adam's moments are taken whatever the batch; the rest of the peak grows with it.
+    """
+    room = _room(trial, options)
+    if room is None or trial.peak is None:
+        return None
+    state = trial.state if trial.state < trial.peak else 0.0
+    return trial.micro_batch_size * (room - state) / max(trial.peak - state, 1e-6)
+
+
 def _row(trial: Trial, accumulation: int, fits: bool) -> str:
     start = f"{trial.micro_batch_size:>11}  {accumulation:>12}  "
     if trial.peak is None:
@@ -212,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--headroom", type=float, default=0.1, help="share of the memory to leave free (0.1)")
     parser.add_argument("--limit-gib", type=float, help="memory of a device, where it is not the card's own")
-    parser.add_argument("--smallest", type=int, default=1, help="micro batch to begin with (1)")
+    parser.add_argument("--trial-minutes", type=float, default=5.0, help="a trial that takes longer is ended (5)")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a trial; the first is not timed (4)")
     options, arguments = parser.parse_known_args(argv)
     quieten()
@@ -235,9 +293,10 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--headroom is {options.headroom}; it is a share of the memory, from 0 to below 1")
     if options.limit_gib is not None and options.limit_gib <= 0:
         raise UserError(f"--limit-gib is {options.limit_gib}; it is a positive number of GiB")
-    for name, least in (("smallest", 1), ("steps", 2)):
-        if getattr(options, name) < least:
-            raise UserError(f"--{name} is {getattr(options, name)}; it must be at least {least}")
+    if options.trial_minutes <= 0:
+        raise UserError(f"--trial-minutes is {options.trial_minutes}; it is a positive number of minutes")
+    if options.steps < 2:
+        raise UserError(f"--steps is {options.steps}; it must be at least 2")
 
 
 if __name__ == "__main__":
