@@ -85,7 +85,7 @@ def list_runs(found: Sequence[State]) -> None:
             )
         )
     _table(rows)
-    for reason in dict.fromkeys(state.reason for state in found if state.live):
+    for reason in dict.fromkeys(state.reason if state.live else state.state for state in found):
         if text := hint(reason):
             print(f"{reason}: {text}")
 

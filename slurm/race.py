@@ -5,7 +5,6 @@ terminal closed, when two start in the same second, and after a requeue, which c
 """
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -41,15 +40,10 @@ def token(race: str, index: int) -> str:
     return f"{race}.{index}"
 
 
-def is_others(comment: str, token: str) -> bool:
-    """Whether a job's comment is the token of another submission. What a site has made of a comment says nothing."""
-    return comment != token and re.fullmatch(r"[0-9a-f]{8}\.\d+", comment) is not None
-
-
 def cancel_others(race: str, job: str) -> list[str]:
     """Take the race's other jobs out of the queue, as far as Slurm answers: one that starts all the same leaves."""
     try:
-        others = [number for number, comment in queued() if comment.rpartition(".")[0] == race and number != job]
+        others = [number for number, _, comment in queued() if comment.rpartition(".")[0] == race and number != job]
         if others:
             ask("scancel", *others)
     except LaunchError as error:

@@ -118,15 +118,14 @@ def _refuse_second(job: Job) -> None:
     if not any(job.run_root.glob("*/slurm")):
         return
     queue = sbatch.queued()
-    adopt(job.run_root, {comment: number for number, comment in queue})
-    comments = dict(queue)
+    adopt(job.run_root, {comment: number for number, _, comment in queue})
     for record in all_records(job.run_root):
-        # Numbers come again, as on two clusters that share a scratch.
-        here = record["job"] in comments and not race.is_others(comments[record["job"]], record.get("token", ""))
-        if here and not {job.name, *job.runs}.isdisjoint({record["name"], *record["runs"]}):
+        indexes = {index for number, index, _ in queue if number == record["job"]}
+        live = {run for index, run in enumerate(record["runs"]) if index in indexes}
+        for run in sorted(live & set(job.runs)):
             raise LaunchError(
-                f"run {job.name} has job {record['job']} already: python slurm/jobs.py cancel {record['name']} ends "
-                "it, another --name starts another run"
+                f"run {run} has job {record['job']} already: python slurm/jobs.py cancel {run} ends it, another "
+                "--name starts another run"
             )
 
 

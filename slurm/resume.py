@@ -18,10 +18,12 @@ def resume(found: Sequence[State], name: str, overrides: Sequence[str]) -> int:
         overrides: options for training, behind those it was submitted with; from then on they are the run's
 
     """
-    if alive := [state for state in found if state.live]:
-        held = alive[0]
-        raise LaunchError(f"run {held.run} has job {held.live[0]} ({held.state}): nothing to resume (cancel ends it)")
-    open_runs = [state.run for state in found if state.state != "FINISHED"]
+    open_runs = [state.run for state in found if state.state != "FINISHED" and not state.live]
+    for state in (state for state in found if state.live):
+        held = f"run {state.run} has job {state.live[0]} ({state.state})"
+        if overrides or not open_runs:
+            raise LaunchError(f"{held}: nothing to resume (cancel ends it)")
+        print(f"{held}: it is left alone")
     if not open_runs:
         print(f"run {name} is finished: nothing to submit")
         return 0

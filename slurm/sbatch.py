@@ -171,23 +171,23 @@ def _after_all(job: Job, done: subprocess.CompletedProcess[str]) -> str:
 def with_token(token: str) -> str | None:
     """The number of the queued job that carries this comment; None where there is none or nobody answers."""
     try:
-        return next((number for number, comment in queued() if comment == token), None)
+        return next((number for number, _, comment in queued() if comment == token), None)
     except LaunchError:
         return None
 
 
-def queued() -> list[tuple[str, str]]:
-    """Number and comment of each of your jobs in the queue; of an array the number that all its tasks share.
+def queued() -> list[tuple[str, int, str]]:
+    """Number, index and comment of each of your jobs in the queue; of an array each task, else the index is 0.
 
     Raises:
         LaunchError: Slurm is not here or does not answer.
 
     """
-    done = ask("squeue", "--me", "--noheader", "--format=%F %k")
+    done = ask("squeue", "--me", "--noheader", "--array", "--format=%F %K %k")
     if done.returncode:
         raise LaunchError(f"squeue: {advice(done.stderr)}")
-    pairs = (row.strip().partition(" ") for row in done.stdout.splitlines())
-    return [(number, comment.strip()) for number, _, comment in pairs if number.isdigit()]
+    rows = (re.match(r"\s*(\d+) +(\S+) ?(.*)", line) for line in done.stdout.splitlines())
+    return [(row[1], int(row[2]) if row[2].isdigit() else 0, row[3].strip()) for row in rows if row]
 
 
 def start_estimate(job: Job) -> str | None:

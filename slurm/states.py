@@ -40,11 +40,24 @@ REASONS = {
     "BadConstraints": "no node has these features or that many GPUs: sinfo -o '%P %G %f'",
     "NodeDown": "a node of it is down",
     "JobArrayTaskLimit": "as many of this grid run as --parallel allows",
+    # States of a job that Slurm does not start again.
+    "PREEMPTED": "the site cancels what it preempts: jobs.py resume RUN goes on from the newest checkpoint",
+    "NODE_FAIL": "a node died: jobs.py resume RUN goes on from the newest checkpoint",
 }
 MOST_ASKED = 1000  # of accounting, the newest: a command line holds no more than some ten thousand
 LIMITS = ("QOS", "Assoc", "MaxGRES", "MaxCpu", "MaxNode", "MaxJobs")  # beginnings of many more reasons
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
-# Not in the list above: PREEMPTED, NODE_FAIL and REQUEUED, after which a job comes back.
+# One that comes back after a preemption or a dead node is COMPLETING or REQUEUED, then PENDING, and not the last two.
+ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "OUT_OF_MEMORY",
+    "DEADLINE",
+    "BOOT_FAIL",
+    "PREEMPTED",
+    "NODE_FAIL",
+)
 
 
 def hint(reason: str) -> str:
@@ -171,18 +184,11 @@ def states(run_root: Path, only: str | None = None, *, ask_slurm: bool = True) -
     if only is not None and not names:
         newest = ", ".join(list(known)[-5:][::-1]) or "none"
         raise LaunchError(f"no run {only!r} was submitted in {run_root}; the newest there: {newest}")
-    queues = {name: _of_run(known[name], queue) for name in names}
-    chosen = {name: _representative(run_root / name, known[name], queues[name]) for name in names}
-    past = _accounting([chosen[name]["job"] for name in names if chosen[name]["job"] not in queues[name]])
+    chosen = {name: _representative(run_root / name, known[name], queue) for name in names}
+    past = _accounting([row["job"] for row in chosen.values() if row["job"] not in queue])
     if not answers:
         past = {row["job"]: "UNKNOWN" for row in chosen.values()} | past
-    return [_state(run_root / name, chosen[name], known[name], queues[name], past) for name in reversed(names)]
-
-
-def _of_run(rows: list[dict[str, Any]], queue: Mapping[str, Queued]) -> dict[str, Queued]:
-    """The jobs of these records that are in the queue, by number and token: numbers come again, as on two clusters."""
-    found = {row["job"]: (queue.get(row["job"]), row.get("token", "")) for row in rows}
-    return {job: here for job, (here, token) in found.items() if here and not race.is_others(here.comment, token)}
+    return [_state(run_root / name, chosen[name], known[name], queue, past) for name in reversed(names)]
 
 
 def _representative(folder: Path, rows: list[dict[str, Any]], queue: Mapping[str, Queued]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
     need("submitit", "yaml")
 
 from slurm import sbatch
+from slurm.cluster import READERS
 from slurm.describe import show
 from slurm.errors import LaunchError, Parser
 from slurm.plan import Submission, prepare
@@ -43,9 +44,18 @@ def refuse_unknown(unknown: Sequence[str], options: Sequence[str]) -> None:
     if not unknown:
         return
     name = unknown[0].split("=")[0]
-    if near := difflib.get_close_matches(name, options, n=1):
-        raise LaunchError(f"{name} is no option of submit.py (did you mean {near[0]}?)")
-    raise LaunchError(f"{name} is no option of submit.py; options of training belong behind --: -- {name} …")
+    near = [option for option in options if option.startswith(name)]
+    near += difflib.get_close_matches(name, options, n=1, cutoff=0.8)
+    key = name.removeprefix("--").replace("-", "_")
+    if key in READERS:
+        advice = f"it is a key of the cluster file, {key}: … (python slurm/cluster.py shows which file that is)"
+    elif near:
+        advice = f"did you mean {near[0]}?"
+    else:
+        advice = (
+            f"settings of training belong behind --: -- {name} …; sbatch's options into the cluster file, sbatch: […]"
+        )
+    raise LaunchError(f"{name} is no option of submit.py; {advice}")
 
 
 def parser() -> Parser:
@@ -60,7 +70,7 @@ def parser() -> Parser:
     made.add_argument("--time", metavar="LIMIT", help="such as 2:59:00 (24:00 is minutes); else the cluster's")
     made.add_argument("--total-time", metavar="LIMIT", help="go on in further starts until so much time is used")
     made.add_argument("--max-restarts", type=int, metavar="N", help="0: the limit ends the job (20, more with a total)")
-    made.add_argument("--max-crash-retries", type=int, metavar="N", help="restarts after a rank was lost (0)")
+    made.add_argument("--max-crash-retries", type=int, metavar="N", help="restarts after a rank was lost (2)")
     made.add_argument("--name", help="of the run; the run of that name is continued")
     made.add_argument("--partition", help="instead of the cluster file's")
     made.add_argument("--account", help="instead of the cluster file's")

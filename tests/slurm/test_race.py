@@ -61,7 +61,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A squeue and a scancel that remembers what it was given."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "squeue").write_text("#!/bin/sh\nprintf '11 abc.0\\n12 abc.1\\n13 abcd.0\\n14\\n15 (null)\\n'\n")
+    (programs / "squeue").write_text(
+        "#!/bin/sh\nprintf '11 N/A abc.0\\n12 N/A abc.1\\n13 0 abcd.0\\n14\\n15 N/A (null)\\n'\n"
+    )
     (programs / "scancel").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/cancelled\n')
     for path in programs.iterdir():
         path.chmod(0o755)

@@ -70,7 +70,7 @@ def test_what_was_submitted_and_never_recorded_is_not_submitted_again(
     program(programs, "sbatch", "kill -9 $(ps -o ppid= -p $PPID)")  # the launcher, above `timeout`
     assert submit("--name", "gpt").returncode == -9
     (mark,) = (tmp_path / "runs/gpt/slurm").glob("*.submitting")
-    (tmp_path / "queue").write_text(f"71 {mark.stem}\n")
+    (tmp_path / "queue").write_text(f"71 N/A {mark.stem}\n")
     again = submit("--name", "gpt")
     assert again.returncode == 2
     assert "run gpt has job 71 already" in again.stderr
@@ -89,7 +89,7 @@ def test_ctrl_c_says_where_to_look(submit: Submit, programs: Path) -> None:
 
 def test_a_running_task_of_an_array_keeps_its_run(submit: Submit, programs: Path, tmp_path: Path) -> None:
     """Slurm gives every task a number of its own: what counts is the array's."""
-    program(programs, "squeue", 'case "$*" in *%F*) echo "70 x.0";; *) echo "71 RUNNING";; esac')
+    program(programs, "squeue", 'case "$*" in *%F*) echo "70 1 x.0";; *) echo "71 RUNNING";; esac')
     assert submit("--name", "g", "--grid", "model.lr=1,2").returncode == 0
     assert "has job 70 already" in submit("--name", "g", "--grid", "model.lr=1,2").stderr
 
@@ -97,8 +97,26 @@ def test_a_running_task_of_an_array_keeps_its_run(submit: Submit, programs: Path
 def test_a_grids_run_is_not_submitted_beside_its_grid(submit: Submit, tmp_path: Path) -> None:
     """g-1 has a job, though its record stands under g."""
     assert submit("--name", "g", "--grid", "model.lr=1,2").returncode == 0
-    (tmp_path / "queue").write_text("70 x.0\n")
-    assert "run g-1 has job 70 already: python slurm/jobs.py cancel g ends it" in submit("--name", "g-1").stderr
+    (tmp_path / "queue").write_text("70 1 x.0\n")
+    assert "run g-1 has job 70 already: python slurm/jobs.py cancel g-1 ends it" in submit("--name", "g-1").stderr
+
+
+def test_a_run_of_a_grid_is_resumed_while_others_of_it_run(submit: Submit, programs: Path, tmp_path: Path) -> None:
+    """Which task of the array is alive counts, not the array; of the whole grid those that run are left alone."""
+    assert submit("--name", "g", "--grid", "model.lr=1,2,3").returncode == 0
+    (tmp_path / "queue").write_text("70 0 x.0\n")
+    refused = submit("--name", "g", "--grid", "model.lr=1,2,3", "--points", "0,1")
+    assert "run g-0 has job 70 already" in refused.stderr
+    program(programs, "sbatch", "echo 75")
+    rows = {"%F|%K": "70|0|71|RUNNING|n1|x.0|None", "%F %K": "70 0 x.0"}
+    cases = "\n".join(f"*'{asked}'*) echo '{row}';;" for asked, row in rows.items())
+    program(programs, "squeue", f'case "$*" in {cases} esac')
+    resumed = submit("resume", "g", script="jobs.py")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "run g-0 has job 70_0 (RUNNING): it is left alone" in resumed.stdout
+    assert ", 2 runs" in resumed.stdout
+    refused = submit("resume", "g-0", script="jobs.py")
+    assert "run g-0 has job 70_0 (RUNNING): nothing to resume" in refused.stderr
 
 
 def test_a_grid_of_the_same_name_and_other_values_is_refused(submit: Submit, tmp_path: Path) -> None:

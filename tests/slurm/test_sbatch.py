@@ -125,7 +125,11 @@ def test_a_slow_sbatch_is_a_clear_error_and_is_not_called_again(
 def test_what_was_accepted_after_all_is_found_in_the_queue(programs: Path, one: Job, answer: str) -> None:
     """By its comment; of an array by the number that its tasks share. It is not submitted again."""
     program(programs, "sbatch", answer)
-    program(programs, "squeue", f'test "$*" = "--me --noheader --format=%F %k" && printf "11 (null)\\n12 {COMMENT}\\n"')
+    program(
+        programs,
+        "squeue",
+        f'test "$*" = "--me --noheader --array --format=%F %K %k" && printf "11 N/A (null)\\n12 3 {COMMENT}\\n"',
+    )
     assert sbatch.submit(one) == "12"
     assert calls(programs, "sbatch") == 1
 

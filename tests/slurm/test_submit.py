@@ -90,6 +90,11 @@ def test_it_says_what_it_will_use(submit: Submit, arguments: list[str], said: st
     ("arguments", "named"),
     [
         (["--node", "4"], ["--node is no option", "did you mean --nodes?"]),
+        (["--gpus", "4"], ["--gpus is no option", "did you mean --gpus-per-node?"]),
+        (["--exclude", "n1"], ["--exclude is no option", "a key of the cluster file, exclude: …"]),
+        (["--mem=4G"], ["--mem is no option", "a key of the cluster file, mem: …"]),
+        (["--model", "x"], ["--model is no option", "behind --: -- --model …"]),
+        (["--dependency=1"], ["--dependency is no option", "into the cluster file, sbatch: […]"]),
         (["--trainer.max_steps", "5"], ["--trainer.max_steps is no option", "behind --"]),
         (["--nodes", "0"], ["--nodes 0", "from 1 up"]),
         (["--gpus-per-node", "8"], ["has 4", "--nodes 2 --gpus-per-node 4"]),
@@ -311,8 +316,8 @@ def test_a_race_has_the_same_run_and_batch_in_each_shape(submit: Submit) -> None
     """Two jobs, one name, one global batch."""
     done = submit("--dry-run", "--name", "gpt", "--race", "1x4,4x1")
     lines = done.stdout.splitlines()
-    assert "1 node × 4 A100" in lines[0]
-    assert "4 nodes × 1 A100" in lines[1]
+    assert "4 nodes × 1 A100" in lines[0]  # what starts more easily comes first, in whatever order it is given
+    assert "1 node × 4 A100" in lines[1]
     assert all("global batch 64 = 16 micro × 1 accumulation × 4 devices" in line for line in lines[:2])
     assert done.stdout.count("--run gpt ") == 4
 
