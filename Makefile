@@ -1,6 +1,6 @@
 # make train | test | lint | setup — everything runs in .venv, which the first call makes.
 # make test-cluster — the tests on a real Slurm of four nodes, which it starts and stops; needs root.
-# make cluster-up | cluster-down — a Slurm of four nodes on this machine; needs root and no .venv.
+# make cluster-up | cluster-down — a Slurm of four nodes on this machine, installed if need be; needs root and no .venv.
 PYTHON ?= python3
 CONFIG ?= configs/cpu.yaml
 BIN := .venv/bin
@@ -27,7 +27,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 cluster-up:
-	@$(PYTHON) slurm/local_cluster.py up
+	@$(PYTHON) slurm/local_cluster.py up --install
 
 cluster-down:
 	@$(PYTHON) slurm/local_cluster.py down

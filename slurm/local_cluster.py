@@ -229,12 +229,14 @@ def _check_machine(install: bool) -> None:
         raise LaunchError("starting and stopping daemons needs root: sudo make cluster-up (or cluster-down)")
     path = processes.environment()["PATH"]
     missing = [program for program in PROGRAMS if not shutil.which(program, path=path)]
-    if missing and install:
+    if missing and install and shutil.which("apt-get", path=path):
         quiet = processes.environment(DEBIAN_FRONTEND="noninteractive")
         subprocess.run(("apt-get", "update", "-qq"), env=quiet, check=False)
         missing = list(PROGRAMS) if subprocess.run(INSTALL, env=quiet, check=False).returncode else []
     if missing:
-        raise LaunchError(f"{', '.join(missing)} not found; on Debian or Ubuntu: {' '.join(INSTALL)}")
+        raise LaunchError(
+            f"{', '.join(missing)} not found; on Debian or Ubuntu `up --install` gets them: {' '.join(INSTALL)}"
+        )
 
 
 def chosen_folder() -> Path:

@@ -58,19 +58,24 @@ def test_it_needs_linux(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_it_names_the_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What is missing, and the line that brings it; without --install that line is not run."""
     monkeypatch.setattr(local_cluster.shutil, "which", lambda program, path: None if program == "slurmd" else program)
-    assert refused(capsys, "up") == f"error: slurmd not found; on Debian or Ubuntu: {INSTALL}\n"
+    assert (
+        refused(capsys, "up") == f"error: slurmd not found; on Debian or Ubuntu `up --install` gets them: {INSTALL}\n"
+    )
 
 
 def test_install_runs_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """--install gives it to apt-get, and says so where that fails."""
-    ran = []
+    """--install gives it to apt-get where there is one, and says so where that fails."""
+    ran: list[str] = []
 
     def run(command: tuple[str, ...], **_: object) -> subprocess.CompletedProcess[str]:
         ran.append(" ".join(command))
         return subprocess.CompletedProcess(command, 100)
 
-    monkeypatch.setattr(local_cluster.shutil, "which", lambda program, path: None)
     monkeypatch.setattr(local_cluster.subprocess, "run", run)
+    monkeypatch.setattr(local_cluster.shutil, "which", lambda program, path: None)
+    assert INSTALL in refused(capsys, "up", "--install")
+    assert ran == []
+    monkeypatch.setattr(local_cluster.shutil, "which", lambda program, path: program if "apt" in program else None)
     assert INSTALL in refused(capsys, "up", "--install")
     assert ran == ["apt-get update -qq", INSTALL]
 
