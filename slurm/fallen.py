@@ -1,10 +1,12 @@
 """Which rank fell first, by what srun says at the end of a step: the others are ended with it."""
 
 import re
+import signal
 from collections.abc import Mapping
 
 SAID = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 CODE = re.compile(r"Exited with exit code (\d+)")
+SIGNALS = {signal.strsignal(number): 128 + number for number in signal.valid_signals()}  # `Killed`, as srun says it
 START = re.compile(r"^job \S+, .*start", re.MULTILINE)  # slurm/job.py begins every start with such a line
 ENDED_WITH_IT = (137, 143)  # SIGKILL and SIGTERM: what a rank gets when another one has fallen
 
@@ -35,9 +37,10 @@ def first(found: Mapping[int, str], outputs: Mapping[int, str]) -> int | None:
 
 
 def exit_code(how: str) -> int | None:
-    """Of a rank that exited by itself."""
-    match = CODE.search(how)
-    return int(match[1]) if match else None
+    """Of a rank, 128 + the signal where that has ended it; None where srun says something else."""
+    if match := CODE.search(how):
+        return int(match[1])
+    return SIGNALS.get(how.partition(": ")[2].removesuffix(" (core dumped)"))
 
 
 def task_numbers(tasks: str) -> list[int]:

@@ -23,7 +23,7 @@ AT_LEAST = 5  # seconds, for the requeue itself
 
 def end() -> float | None:
     """The job's limit, by this node's clock; None where Slurm does not say."""
-    found = re.search(r"\bEndTime=(\S+)", job.scontrol("job", os.environ["SLURM_JOB_ID"]))
+    found = re.search(r"\bEndTime=(\S+)", requeue.scontrol("job", os.environ["SLURM_JOB_ID"]))
     try:
         return datetime.datetime.fromisoformat(found[1]).timestamp() if found else None
     except ValueError:  # Unknown
@@ -68,10 +68,8 @@ def main() -> int:
     if stopped.read(options.run) or (options.run / "DONE").exists() or against:
         return 0  # the batch script is about to decide, or there is no other start
     why = f"training has not stopped {margin} s before the limit"
-    job.say(f"{why}: requeued, it goes on from step {max(requeue.saved_step(options.run), 0)}")
     history.note(options.run, history.own_job(os.environ), "end", code=None, why=why)
-    if refusal := requeue.requeue(job.say):
-        job.say(f"requeueing failed ({refusal}): python slurm/jobs.py resume {options.run.name} goes on")
+    requeue.requeue(options.run, why, job.say)
     return 0
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +18,14 @@ def own_job(environment: Mapping[str, str]) -> str:
 
 
 def note(folder: Path, job: str, event: str, **facts: object) -> None:
-    """Add `start` or `end` to the history of a job of the run in `folder`."""
-    before = last_sign(folder)
-    (folder / "slurm").mkdir(parents=True, exist_ok=True)
-    with (folder / "slurm" / f"{job}_history.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"event": event, "time": time.time(), "last_sign": before, **facts}) + "\n")
+    """Add `start` or `end` to the history of a job of the run in `folder`. A full disk does not stop the job."""
+    line = json.dumps({"event": event, "time": time.time(), "last_sign": last_sign(folder), **facts}) + "\n"
+    try:
+        (folder / "slurm").mkdir(parents=True, exist_ok=True)
+        with (folder / "slurm" / f"{job}_history.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        print(f"warning: not noted in the job's history ({error}): {line}", file=sys.stderr, flush=True)
 
 
 def read(folder: Path, job: str) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ def say(text: str) -> None:
 
 def first_host(nodes: str) -> str:
     """The first of Slurm's list, such as `rack[1-2]node[01-04]`; the batch script runs there."""
-    if found := scontrol("hostnames", nodes).split():
+    if found := requeue.scontrol("hostnames", nodes).split():
         return found[0]
     from submitit.slurm.slurm import _parse_node_list
 
@@ -42,17 +41,8 @@ def address(host: str) -> str:
     with contextlib.suppress(OSError):
         socket.getaddrinfo(host, None)
         return host
-    found = re.search(r"\bNodeAddr=(\S+)", scontrol("node", host))
+    found = re.search(r"\bNodeAddr=(\S+)", requeue.scontrol("node", host))
     return found[1] if found else host
-
-
-def scontrol(*what: str) -> str:
-    """What `scontrol show` says; "" where it is missing, refuses, or does not answer."""
-    try:
-        done = subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def free_port(job: int, host: str = "") -> int:

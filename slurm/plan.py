@@ -18,7 +18,7 @@ from slurm.describe import summary
 from slurm.errors import LaunchError
 from slurm.overrides import refuse_config, refuse_fresh, refuse_secrets, take_run
 from slurm.record import refuse_other_points
-from slurm.render import RESTARTS, SHORTEST, Job
+from slurm.render import CRASH_RETRIES, RESTARTS, SHORTEST, Job
 from slurm.shared_root import group_warning
 from slurm.training import Shape, Training, batch_text, choose_shape, given, read_training
 
@@ -209,7 +209,9 @@ def _shapes(options: argparse.Namespace, training: Training, cluster: Cluster) -
     if not options.race:
         shape, notes = choose_shape(training, cluster, options.nodes, options.gpus_per_node)
         return [shape], notes
-    asked = [Shape.read(part.strip()) for part in options.race.split(",")]
+    # What starts more easily comes first: a job in front of it would reserve the nodes on which it could start at once.
+    shapes = [Shape.read(part.strip()) for part in options.race.split(",")]
+    asked = sorted(shapes, key=lambda shape: (shape.gpus_per_node, shape.nodes))
     if len(set(asked)) < 2:
         raise LaunchError(f"--race {options.race}: give two or more different shapes, such as 1x4,4x1")
     found = [choose_shape(training, cluster, shape.nodes, shape.gpus_per_node) for shape in asked]
@@ -260,7 +262,7 @@ def _restarts(options: argparse.Namespace, limit: datetime.timedelta, subcommand
     return {
         "restarts": most if options.max_restarts is None else options.max_restarts,
         "total": total,
-        "crash_retries": options.max_crash_retries or 0,
+        "crash_retries": CRASH_RETRIES if options.max_crash_retries is None else options.max_crash_retries,
     }
 
 

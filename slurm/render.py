@@ -1,6 +1,6 @@
 """The batch script of a job: what Slurm is asked for, what runs before training, training, what runs after it.
 
-submitit writes it; everything in it is decided here. The same job gives the same text.
+submitit writes its head; everything in it is decided here. The same job gives the same text.
 """
 
 import shlex
@@ -20,7 +20,7 @@ from slurm.training import Shape
 INTERACTIVE = ("bash", "interactive")
 # The others of a job whose rank has ended well get this long, e.g. for rank 0's last upload.
 WAIT_SECONDS = 300
-RESTARTS = 20
+RESTARTS, CRASH_RETRIES = 20, 2
 SHORTEST = timedelta(minutes=5)  # of a job that is restarted at its limit
 LONGEST_LEAD = 300  # seconds
 
@@ -43,7 +43,7 @@ class Job:
     race: str = ""  # what the jobs of a race have in common
     restarts: int = RESTARTS  # after the first start; 0: the job ends with that
     total: timedelta | None = None  # of allocated time over all starts
-    crash_retries: int = 0
+    crash_retries: int = CRASH_RETRIES
     python: str = field(default_factory=lambda: sys.executable)
 
     @property
@@ -72,6 +72,8 @@ def sbatch_parameters(job: Job) -> dict[str, Any]:
     Never --ntasks, which would leave it to Slurm how many land on a node, and no binding of GPUs to tasks: it hides a
     GPU's peers from NCCL, which then goes without NVLink.
     """
+    from src import exit_codes
+
     cluster, shape = job.cluster, job.shape
     typed = f"{cluster.gpu_type}:{shape.gpus_per_node}" if cluster.gpu_type else str(shape.gpus_per_node)
     more = {
@@ -120,6 +122,10 @@ def sbatch_parameters(job: Job) -> dict[str, Any]:
             "# Requeues the job, or says what it ends with: slurm/requeue.py.",
             'ended=$("$python" -m slurm.job --ended "$code" "${limits[@]}" '
             f'--logs {shlex.quote(str(job.folder))} "$RUN_ROOT/$run")',
+            'if [ -z "$ended" ] && [ -e "$RUN_ROOT/$run/STOPPED" ]; then',
+            '  echo "saved, and not requeued, as slurm/job.py failed: python slurm/jobs.py resume $run goes on" >&2',
+            f"  ended={exit_codes.STOPPED}",
+            "fi",
             'exit "${ended:-$code}"',
         ],
     }
@@ -154,7 +160,9 @@ def before(job: Job) -> list[str]:
     # In front of what the user's environment or a site's modules have in it.
     lines.append(f'export PYTHONPATH={shlex.quote(str(job.code))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
     if job.cluster.accelerator == "gpu":  # less is lost to fragmentation; the user's own setting stays
-        lines.append('export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"')
+        default = "${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}"
+        lines.append(f'export PYTORCH_ALLOC_CONF="{default}"')
+        lines.append('export PYTORCH_CUDA_ALLOC_CONF="$PYTORCH_ALLOC_CONF"  # its older name')
     lines += [f"cd {shlex.quote(str(job.code))} || exit", f"python={shlex.quote(job.python)}"]
     if len(job.commands) == 1:
         lines.append(_assignment(job.runs[0], job.commands[0]))
@@ -182,8 +190,7 @@ def limits(job: Job) -> str:
     if not job.trains:
         return ""
     total = f" --total-seconds {int(job.total.total_seconds())}" if job.total else ""
-    retries = f" --max-crash-retries {job.crash_retries}" if job.crash_retries else ""
-    return f"--max-restarts {job.restarts}{total}{retries}"
+    return f"--max-restarts {job.restarts}{total} --max-crash-retries {job.crash_retries}"
 
 
 def _assignment(run: str, command: Sequence[str]) -> str:

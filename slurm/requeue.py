@@ -6,6 +6,7 @@ moments, and submitit and Lightning, which requeue from inside a signal handler,
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -21,8 +22,11 @@ GRACE_SECONDS = 900
 FROM_OUTSIDE = (128 + 6, 128 + 7, 128 + 11)
 NOT_LAUNCHED = re.compile(r"srun: error: (Task launch|Unable to create step|Application launch failed)")
 # A controller that restarts is back in a minute or two; Slurm's signal leaves up to five.
-TRIES, TRY_AGAIN_SECONDS = 8, 15
-NO_ANSWER = re.compile(r"contact|refused|timed out|not respond|not answer|Zero Bytes|[Cc]ommunication|temporarily")
+ASK_SECONDS, AGAIN_SECONDS = 120, 5
+# Only these answers are final. A controller that is away, `scontrol requeue` calls "Unexpected message received".
+REFUSED = re.compile(r"no scontrol|Invalid job id|denied|disabled|already")
+# Ranks that were not listening yet end so: SIGHUP, SIGUSR1, SIGUSR2, SIGTERM. Once training listens it saves instead.
+UNHEARD = tuple(128 + number for number in (1, 10, 12, 15))
 STEP = re.compile(r"step=(\d+)\.ckpt")
 
 
@@ -87,6 +91,8 @@ def verdict(run: Path, code: int, batch: str) -> tuple[int, str | None]:
         return code, "the run was in use or could not be saved (exit code 75)"
     if code and not fallen.ends(batch) and NOT_LAUNCHED.search(batch):
         return code, f"Slurm could not start the ranks (exit code {code})"
+    if code in UNHEARD:
+        return code, f"a signal came before training could save (exit code {code})"
     lost = code in (exit_codes.HUNG, exit_codes.KILLED, exit_codes.LOST_A_RANK, *FROM_OUTSIDE)
     return code, f"a rank was lost (exit code {code})" if lost else None
 
@@ -97,42 +103,51 @@ def decide(run: Path, limits: Limits, code: int, batch: str, say: Callable[[str]
 
     job, number = history.own_job(os.environ), int(os.environ.get("SLURM_RESTART_COUNT", 0))
     code, why = verdict(run, code, batch)
-    lost = why is not None and stopped.read(run) is None
+    lost = why is not None and stopped.read(run) is None and code not in UNHEARD
     against = limits.used_up(run, job, number + 1) if why else None
-    if lost and sum(bool(entry.get("lost")) for entry in history.read(run, job)) >= limits.crash_retries:
+    if why and limits.restarts is None:
+        against = "only training goes on by itself"
+    elif lost and sum(bool(entry.get("lost")) for entry in history.read(run, job)) >= limits.crash_retries:
         against = f"--max-crash-retries {limits.crash_retries}"
     history.note(run, job, "end", code=code, lost=lost, why="; ".join(part for part in (why, against) if part))
     if why and against:
         say(f"{why}. Not requeued ({against}): python slurm/jobs.py resume {run.name} goes on")
-    elif why:
-        say(f"{why}: requeued, it goes on from step {max(saved_step(run), 0)}")
-        if refusal := requeue(say):
-            _without_requeue(run, refusal, say)
-    return code
-
-
-def _without_requeue(run: Path, refusal: str, say: Callable[[str], None]) -> None:
-    from src import stopped
-
-    say(f"requeueing failed ({refusal}): python slurm/jobs.py resume {run.name} goes on")
-    if (said := stopped.read(run)) and said["signal"] == "SIGTERM":
+    elif why and not requeue(run, why, say) and (said := stopped.read(run)) and said["signal"] == "SIGTERM":
         # A job that ends in the grace of its preemption counts as done.
         say(f"if Slurm preempts this job it takes it back by itself: waiting for that, {GRACE_SECONDS} s at most")
         time.sleep(GRACE_SECONDS)
+    return code
 
 
-def requeue(say: Callable[[str], None]) -> str | None:
-    """Let Slurm start this job again; None where it does, else what it says. It then ends the batch script itself.
+def requeue(run: Path, why: str, say: Callable[[str], None]) -> bool:
+    """Let Slurm start this job again, and say whether it does. It then ends the batch script itself.
 
-    A controller that does not answer is asked again.
+    Whatever is no clear refusal is asked again, for two minutes.
     """
-    for left in reversed(range(TRIES)):
-        refusal = _requeue()
-        if refusal is None or not left or not NO_ANSWER.search(refusal):
-            break
-        say(f"requeueing failed ({refusal}), again in {TRY_AGAIN_SECONDS} s")
-        time.sleep(TRY_AGAIN_SECONDS)
-    return refusal
+    say(f"{why}: asks Slurm for another start, from step {max(saved_step(run), 0)}")
+    # By SIGTERM Slurm ends the batch script, as soon as it requeues the job: what it answers is still said.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    end = time.monotonic() + ASK_SECONDS
+    while (refusal := _requeue()) and time.monotonic() < end and not REFUSED.search(refusal):
+        say(f"Slurm does not answer ({refusal}), asked again in {AGAIN_SECONDS} s")
+        time.sleep(AGAIN_SECONDS)
+    if refusal:
+        say(f"requeueing failed ({refusal}): python slurm/jobs.py resume {run.name} goes on")
+    elif "JobState=CANCELLED" in scontrol("job", os.environ["SLURM_JOB_ID"]):
+        say("not requeued: the job was cancelled")
+    else:
+        say("requeued")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    return refusal is None
+
+
+def scontrol(*what: str) -> str:
+    """What `scontrol show` says; "" where it is missing, refuses, or does not answer."""
+    try:
+        done = subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _requeue() -> str | None:

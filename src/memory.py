@@ -110,7 +110,7 @@ class Setup:
     reduced: int  # bytes in which fsdp sums a gradient
     accumulates: bool  # several micro batches to a step
     reduces_each: bool  # under fsdp: the gradients of each of them, and not of the step (sync_every_micro_batch)
-    allocator: tuple[str, ...]  # settings in PYTORCH_CUDA_ALLOC_CONF
+    allocator: tuple[str, ...]  # settings in PYTORCH_ALLOC_CONF
     takes_workers: bool  # the data has a setting num_workers
 
     @property
@@ -172,7 +172,7 @@ def _no_slower(setup: Setup, usage: Usage | None) -> Iterable[Lever]:
     if usage and usage.fragmented and usage.fragmented > WORTH_A_SETTING * usage.total and not expandable:
         value = ",".join([*setup.allocator, "expandable_segments:True"])
         yield Lever(
-            f"PYTORCH_CUDA_ALLOC_CONF={value}",
+            f"PYTORCH_ALLOC_CONF={value}",
             f"in front of the command: of the {gib(usage.fragmented)} of fragmentation most becomes usable",
         )
     if setup.on_gpu and setup.precision in ("32-true", "64-true") and "mixed" in setup.auto_precision:

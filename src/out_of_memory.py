@@ -56,7 +56,7 @@ def setup_of(trainer: Trainer, model: LightningModule, here: Resolution, setting
     data: Any = (settings.data or {}).get("init_args") or {}
     fsdp = trainer.strategy if isinstance(trainer.strategy, FSDP) else None
     node = fsdp and fsdp.ranks_per_shard
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF", "").split(",")
     training = trainer.state.fn in (None, TrainerFn.FITTING)
     return Setup(
         on_gpu=here.shape.accelerator == "gpu",

@@ -337,9 +337,9 @@ def test_a_registered_strategy_stays_what_it_is() -> None:
 def test_fragmentation_is_turned_only_where_there_is_some() -> None:
     """With what the environment sets already, and not where the allocator does it already."""
     ragged = replace(FULL, fragmented=8 * GIB)
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in pasted(usage=ragged)
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in pasted(usage=ragged)
     kept = pasted(usage=ragged, allocator=("max_split_size_mb:64",))
-    assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True" in kept
+    assert "PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True" in kept
     assert pasted(usage=ragged, allocator=("expandable_segments:True",)) == ALL
     assert pasted() == ALL
 

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -221,8 +221,7 @@ def test_a_grid_is_an_array_and_what_failed_is_submitted_alone(project: Project)
 @pytest.mark.parametrize("order", ["narrow first", "wide first", "both at once", "requeued"])
 def test_a_race_is_trained_once(project: Project, closed: None, order: str) -> None:
     """Whichever shape starts, that one trains; the other never writes, and leaves the queue."""
-    shapes = ["1x4", "4x1"]
-    narrow, wide = project.submit("--race", ",".join(shapes), "--name", "gpt", "--", "--act", "wait")
+    wide, narrow = project.submit("--race", "1x4,4x1", "--name", "gpt", "--", "--act", "wait")
     held = {"narrow first": wide, "wide first": narrow, "requeued": wide}.get(order)
     if held:
         slurm("scontrol", "hold", held)
@@ -243,6 +242,15 @@ def test_a_race_is_trained_once(project: Project, closed: None, order: str) -> N
     assert trained == {winner}
     expected = ["--trainer.num_nodes", "1", "--trainer.devices", "4"] if winner == narrow else None
     assert project.seen("gpt")[0]["argv"][-4:] == (expected or ["--trainer.num_nodes", "4", "--trainer.devices", "1"])
+
+
+def test_a_race_does_not_block_itself(project: Project, submit: Callable[..., str]) -> None:
+    """Another job has a GPU of each node: four nodes of one GPU start at once, and do not wait behind a whole node."""
+    submit("sleep 600", "--nodes=4", "--gpus-per-node=1", "--output=/dev/null")
+    wide, narrow = project.submit("--race", "1x4,4x1", "--name", "gpt", "--no-check", "--", "--act", "wait")
+    project.wait_ranks("gpt", 4)
+    assert project.seen("gpt")[0]["environment"]["SLURM_JOB_ID"] == wide
+    project.wait(narrow, "CANCELLED")
 
 
 def test_one_refused_shape_of_a_race_leaves_the_other(project: Project) -> None:

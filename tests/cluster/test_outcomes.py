@@ -8,13 +8,14 @@ import re
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 from slurm import history
 from slurm.local_cluster import LocalCluster, chosen_folder
 from src import exit_codes
-from tests.cluster.interruptions import begun, kill_node, last_node, limit, preempt, requeued, said, steps
+from tests.cluster.interruptions import begun, kill_node, last_node, limit, of, preempt, requeued, said, steps
 from tests.cluster.jobs import field, needs_root, slurm, start_now, wait_for
 from tests.cluster.project import PATIENCE, Project
 
@@ -30,9 +31,9 @@ def test_at_its_time_limit_a_job_goes_on_in_another_start(project: Project) -> N
     limit(job, 1)
     requeued(job)
     stopped_at = steps(project)
-    assert f"stopped by SIGUSR2 at step {stopped_at}, saved: requeued, it goes on from step {stopped_at}" in said(
-        project, job
-    )
+    told = f"stopped by SIGUSR2 at step {stopped_at}, saved: asks Slurm for another start, from step {stopped_at}"
+    assert told in said(project, job)
+    assert "\nrequeued\n" in said(project, job)
     listed = project.command("jobs.py", "list").stdout
     assert re.search(rf"gpt +{job} +PENDING +BeginTime", listed), listed
     limit(job, 5)
@@ -79,6 +80,53 @@ def test_a_job_that_is_preempted_without_grace_goes_on_from_what_it_saved(projec
     assert f"goes on from step {before}, " in said(project, job)
 
 
+def test_what_the_site_cancels_without_grace_is_resumed_by_hand(project: Project, partition: None) -> None:
+    """Slurm does not start it again: the list says what to do, and that can be done at once."""
+    slurm("scontrol", "update", "partitionname=a100", "PreemptMode=CANCEL", "GraceTime=0")
+    (job,) = project.submit(*TWO, "--", "--act", "deaf")
+    begun(project)
+    preempt(project, job)
+    project.wait(job, "PREEMPTED")
+    before = steps(project)
+    listed = project.command("jobs.py", "list").stdout
+    assert re.search(rf"gpt +{job} +PREEMPTED", listed), listed
+    assert "PREEMPTED: the site cancels what it preempts: jobs.py resume RUN goes on" in listed
+    done = project.command("jobs.py", "resume", "gpt")
+    (again,) = re.findall(r"^job (\d+): gpt", done.stdout, re.MULTILINE)
+    project.jobs.append(again)
+    begun(project, before)
+    assert f"goes on from step {before}, " in said(project, again)
+
+
+def test_a_signal_before_training_listens_is_worth_a_restart(project: Project) -> None:
+    """Which ends the ranks: such starts are tried again, without retries for crashes, while there is hope."""
+    (job,) = project.submit(*TWO, "--max-crash-retries", "0", "--", "--act", "wait")  # it never listens
+    for restart, signal_name in enumerate(("USR2", "TERM", "USR1"), start=1):
+        start = project.runs / f"gpt/rank0-{job}-{restart - 1}.json"
+        wait_for(start.exists, PATIENCE, "it starts")
+        slurm("scancel", f"--signal={signal_name}", f"{job}.0")
+        requeued(job, restart)
+        start_now(job)
+    project.wait(job, "FAILED")
+    told = said(project, job)
+    for code in (140, 143, 138):
+        assert f"a signal came before training could save (exit code {code}): asks Slurm for another start" in told
+    assert "not started again: two restarts have made no step" in told
+
+
+def test_a_python_that_goes_at_the_end_is_no_end_of_the_run(project: Project) -> None:
+    """Nobody can decide then: saved, FAILED with 85, which says that it goes on, and not COMPLETED."""
+    (job,) = project.submit(*ONE, "--", *TRAIN)
+    begun(project)
+    code = Path(project.seen("gpt")[0]["file"]).parents[1] / "slurm"
+    (code / "job.py").chmod(0o644)
+    (code / "job.py").write_text("raise ImportError('gone')")
+    slurm("scancel", "--signal=USR2", f"{job}.0")
+    project.wait(job, "FAILED")
+    assert field(job, "ExitCode") == f"{exit_codes.STOPPED}:0"
+    assert "python slurm/jobs.py resume gpt goes on" in said(project, job)
+
+
 def test_a_cancelled_job_stays_cancelled_also_while_it_saves(project: Project) -> None:
     """The user's word counts, though the state is saved; what it has saved is what `resume` goes on from."""
     (job,) = project.submit(*TWO, "--", *TRAIN, "--save", "2")
@@ -107,19 +155,19 @@ def test_a_cancelled_job_stays_cancelled_also_while_it_saves(project: Project) -
 )
 def test_what_would_come_again_is_not_tried_again(project: Project, act: list[str], code: int) -> None:
     """Not even with retries for lost ranks: the job fails once, with the code of what happened."""
-    (job,) = project.submit(*TWO, "--max-crash-retries", "3", "--", *act)
+    (job,) = project.submit(*TWO, "--", *act)
     project.wait(job, "FAILED")
     assert (field(job, "ExitCode"), field(job, "Restarts")) == (f"{code}:0", "0")
 
 
-def test_a_lost_rank_ends_the_job_unless_retries_are_asked_for(project: Project) -> None:
-    """SIGKILL to one rank, as by a broken machine: FAILED; with one retry it goes on from what was saved."""
-    (job,) = project.submit(*TWO, "--", "--act", "lose-a-rank", "--at", "5")
+def test_a_lost_rank_is_tried_again_unless_that_is_not_wanted(project: Project) -> None:
+    """SIGKILL to one rank, as by a broken machine: the job goes on from what was saved; without retries: FAILED."""
+    (job,) = project.submit(*TWO, "--max-crash-retries", "0", "--", "--act", "lose-a-rank", "--at", "5")
     project.wait(job, "FAILED")
     assert field(job, "ExitCode") == f"{exit_codes.KILLED}:0"
     assert "not requeued (--max-crash-retries 0)" in said(project, job).lower()
     (project.runs / "gpt/lost").unlink()
-    (again,) = project.submit(*TWO, "--max-crash-retries", "1", "--", "--act", "lose-a-rank", "--at", "9")
+    (again,) = project.submit(*TWO, "--", "--act", "lose-a-rank", "--at", "9")
     requeued(again)
     start_now(again)
     begun(project, steps(project))
@@ -214,18 +262,23 @@ def test_without_scontrol_the_job_says_how_to_go_on(project: Project) -> None:
 
 
 @needs_root
-def test_a_restarted_controller_loses_no_job(project: Project) -> None:
-    """The job trains on meanwhile, and is requeued when its signal comes."""
+def test_a_controller_that_is_away_over_the_signal_loses_no_job(project: Project) -> None:
+    """For half a minute, which scontrol alone does not wait: the job asks again, and is requeued when it is back."""
     (job,) = project.submit(*ONE, "--time", "5:00", "--", *TRAIN)
     begun(project)
     cluster = LocalCluster(chosen_folder())
-    os.kill(cluster.running()["slurmctld"], signal.SIGTERM)
-    wait_for(lambda: "slurmctld" not in cluster.running(), PATIENCE, "the controller has ended")
-    cluster.up()
-    before = steps(project)
-    begun(project, before)
-    slurm("scancel", "--signal=USR2", f"{job}.0")
+    try:
+        os.kill(cluster.running()["slurmctld"], signal.SIGTERM)
+        wait_for(lambda: "slurmctld" not in cluster.running(), PATIENCE, "the controller has ended")
+        for process in of(SLURM_JOB_ID=job, SLURM_STEPID="0"):
+            os.kill(process, signal.SIGUSR2)
+        time.sleep(30)
+        wait_for(lambda: "asked again in 5 s" in said(project, job), PATIENCE, "it has asked in vain")
+        assert "\nrequeued" not in said(project, job)
+    finally:
+        cluster.up()
     requeued(job)
+    assert "\nrequeued\n" in said(project, job)
 
 
 def test_training_that_heeds_no_signal_is_requeued_before_its_limit(project: Project) -> None:
@@ -234,7 +287,7 @@ def test_training_that_heeds_no_signal_is_requeued_before_its_limit(project: Pro
     begun(project)
     limit(job, 2)
     requeued(job)
-    assert "training has not stopped 15 s before the limit: requeued" in said(project, job)
+    assert "training has not stopped 15 s before the limit: asks Slurm for another start" in said(project, job)
     before = steps(project)
     start_now(job)
     begun(project, before)

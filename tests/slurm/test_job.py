@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm import history, job, race
+from slurm import history, job, race, requeue
 from slurm.cluster import ROOT
 
 NODES = "SLURM_JOB_NODELIST"
@@ -123,7 +123,7 @@ def test_a_scontrol_that_does_not_answer_stops_nothing(
     def late(*arguments: object, **options: object) -> None:
         raise subprocess.TimeoutExpired("scontrol", 60)
 
-    monkeypatch.setattr(job.subprocess, "run", late)
+    monkeypatch.setattr(requeue.subprocess, "run", late)
     assert job.first_host("rack[1-2]node[01-04]") == "rack1node01"
     assert job.address("no.such.host.invalid") == "no.such.host.invalid"
 

@@ -3,7 +3,7 @@
 python tests/slurm/test_render.py       # writes the golden files anew; look at the difference before committing it
 """
 
-import shlex
+import os
 import shutil
 import subprocess
 import sys
@@ -179,12 +179,34 @@ def test_what_a_site_wants_is_asked_for_and_nothing_else() -> None:
 
 
 def test_the_users_allocator_setting_stays() -> None:
-    """PYTORCH_CUDA_ALLOC_CONF of the user's environment comes before the script's."""
+    """Under its name of today or its older one; both then say the same, as which one is read depends on PyTorch."""
     text = sbatch.script(job(site("gilbreth")))
-    line = next(line for line in text.splitlines() if "ALLOC_CONF" in line)
-    for given, expected in (("", "expandable_segments:True"), ("max_split_size_mb:128", "max_split_size_mb:128")):
-        probe = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(given)}; {line}; printf %s $PYTORCH_CUDA_ALLOC_CONF"
-        assert subprocess.run(["bash", "-c", probe], capture_output=True, text=True).stdout == expected
+    lines = "\n".join(line for line in text.splitlines() if "ALLOC_CONF" in line)
+    for given, expected in (
+        ("", "expandable_segments:True"),
+        ("PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128", "max_split_size_mb:128"),
+        ("PYTORCH_ALLOC_CONF=max_split_size_mb:64 PYTORCH_CUDA_ALLOC_CONF=x:1", "max_split_size_mb:64"),
+    ):
+        probe = f'{given and "export " + given}\n{lines}\nprintf "%s " "$PYTORCH_ALLOC_CONF" "$PYTORCH_CUDA_ALLOC_CONF"'
+        environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+        said = subprocess.run(["bash", "-c", probe], env=environment, capture_output=True, text=True).stdout
+        assert said == f"{expected} " * 2
+
+
+@pytest.mark.parametrize(("stopped", "code", "ends"), [(True, 0, 85), (True, 137, 85), (False, 0, 0), (False, 1, 1)])
+def test_a_saved_run_is_never_done_because_nobody_could_decide(
+    tmp_path: Path, stopped: bool, code: int, ends: int
+) -> None:
+    """The Python that requeues may be gone at the end, as with the file system it is on."""
+    lines = sbatch.script(job(site("local"), python=str(tmp_path / "gone"))).splitlines()
+    end = "\n".join(lines[lines.index("# teardown") + 2 :])
+    (tmp_path / "gpt").mkdir()
+    if stopped:
+        (tmp_path / "gpt/STOPPED").touch()
+    script = f'code={code} RUN_ROOT={tmp_path} run=gpt python={tmp_path}/gone guard=""\n{end}'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode == ends
+    assert ("python slurm/jobs.py resume gpt goes on" in done.stderr) == stopped
 
 
 if __name__ == "__main__":

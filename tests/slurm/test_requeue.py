@@ -12,6 +12,7 @@ from slurm.requeue import Limits
 from src import exit_codes, stopped
 
 KILLED = "srun: error: n2: task 1: Killed\n"
+TERMINATED = "srun: error: n1: task 0: Terminated\n"  # with it, as srun reports a rank that does not listen yet
 NOT_LAUNCHED = "srun: error: Task launch for StepId=7.0 failed on node n3: Communication connection failure\n"
 NO_MEMORY = "srun: error: n2: task 1: Out Of Memory\n"
 
@@ -37,7 +38,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def asked(run: Path) -> list[str]:
     path = run.parent / "asked"
-    return path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if line.startswith("requeue")]
 
 
 def decide(run: Path, code: int, batch: str = "", **limits: int) -> tuple[int, str]:
@@ -53,7 +55,24 @@ def test_a_stopped_start_is_requeued_once(run: Path) -> None:
     code, told = decide(run, 0)
     assert asked(run) == ["requeue incomplete 7"]
     assert code == exit_codes.STOPPED
-    assert told == "stopped by SIGUSR2 at step 40, saved: requeued, it goes on from step 40"
+    assert told == "stopped by SIGUSR2 at step 40, saved: asks Slurm for another start, from step 40 requeued"
+
+
+def test_a_job_that_was_cancelled_is_not_called_requeued(run: Path) -> None:
+    """Slurm says yes to `requeue incomplete` of such a job, too."""
+    (run.parent / "bin/scontrol").write_text("#!/bin/sh\n[ $1 = requeue ] || echo 'JobId=7 JobState=CANCELLED'\n")
+    stopped.mark(run, 40, "SIGUSR2")
+    assert decide(run, 0)[1].endswith("not requeued: the job was cancelled")
+
+
+def test_a_full_disk_keeps_no_job_from_coming_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The history is not written, which is said; the job is requeued all the same."""
+    stopped.mark(run, 40, "SIGUSR2")
+    (run / "slurm/7_history.jsonl").unlink()
+    (run / "slurm/7_history.jsonl").symlink_to("/dev/full")
+    assert decide(run, 0)[0] == exit_codes.STOPPED
+    assert asked(run) == ["requeue incomplete 7"]
+    assert "not noted in the job's history" in capsys.readouterr().err
 
 
 def test_another_starts_marker_means_nothing(run: Path) -> None:
@@ -96,15 +115,20 @@ def test_a_limit_ends_the_chain(run: Path, limits: dict[str, int], reason: str) 
         (exit_codes.NO_CHECKPOINT, "", 9, False),
         (1, "", 9, False),
         (2, "", 9, False),
-        (143, "", 9, False),
+        (143, "", 0, True),
+        (140, "srun: error: n1: task 0: User defined signal 2\n", 0, True),
+        (143, KILLED + TERMINATED, 0, False),
+        (143, KILLED + TERMINATED, 1, True),
     ],
 )
-def test_only_a_lost_rank_is_tried_again(run: Path, code: int, batch: str, retries: int, restarted: bool) -> None:
-    """As often as was asked for; what would come again ends the job with its code."""
+def test_only_a_lost_rank_or_an_early_signal_is_tried_again(
+    run: Path, code: int, batch: str, retries: int, restarted: bool
+) -> None:
+    """A lost rank as often as was asked for; what would come again ends the job with its code."""
     ended, _ = decide(run, code, batch, crash_retries=retries)
     assert (asked(run) != []) == restarted
-    assert ended == (exit_codes.OUT_OF_MEMORY if batch == NO_MEMORY else code)
-    if restarted:
+    assert ended == {NO_MEMORY: exit_codes.OUT_OF_MEMORY, KILLED + TERMINATED: 137}.get(batch, code)
+    if restarted and retries:
         history.note(run, "7", "start")
         (run.parent / "asked").unlink()
         decide(run, code, batch, crash_retries=retries)
@@ -122,7 +146,13 @@ def test_a_finished_run_is_not_requeued(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("says", "asks"),
-    [("slurm_update error: Unable to contact slurm controller (connect failure)", 3), ("Access denied", 1)],
+    [
+        ("Unexpected message received for job 7", 3),  # as Slurm 22.05 to 26.05 say of a controller that is away
+        ("Something new", 3),
+        ("Access/permission denied for job 7", 1),
+        ("Requested operation is presently disabled for job 7", 1),
+        ("Invalid job id specified for job 7", 1),
+    ],
 )
 def test_a_controller_that_is_away_is_asked_again(
     run: Path, says: str, asks: int, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +166,7 @@ def test_a_controller_that_is_away_is_asked_again(
     (run.parent / "bin/scontrol").write_text(f"#!/bin/sh\n{body}\n")
     stopped.mark(run, 40, "SIGUSR2")
     code, told = decide(run, 0)
-    waited = slept.count(requeue.TRY_AGAIN_SECONDS)
+    waited = slept.count(requeue.AGAIN_SECONDS)
     assert (code, len(asked(run)), waited) == (exit_codes.STOPPED, asks, asks - 1)
     assert ("jobs.py resume run goes on" in told) == (asks == 1)
 
