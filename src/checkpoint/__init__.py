@@ -14,4 +14,7 @@ Nothing in the last four is ever gone on from, and nothing there is ever deleted
 types that `torch.load(path, weights_only=True)` reads; under an fsdp strategy (`checkpoint.format`) its tensors are in
 `shards/`, `src.checkpoint.shards.load` reads it whole, and `export` makes one file of its weights. Where an average of
 the weights is kept (`src.callbacks.ema`), a file has it beside them, and evaluation and `export` take the average.
+
+`--checkpoint.backup DIR` keeps a copy of the newest healthy state in DIR/<name>/. Nothing goes on from there by itself:
+where the run's own files are lost, `cp -r DIR/<name>/. runs/<name>/checkpoints/` puts it back.
 """

@@ -22,7 +22,7 @@ from src.checkpoint.files import PENDING, bytes_of, fault, ours, step_in_name
 from src.checkpoint.rank_state import CallbackMetrics, EpochMetrics, Keeper, RandomNumbers
 from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
 from src.checkpoint.shards import sweep
-from src.checkpoint.write import IN_FRONT, WholeFiles, give_name
+from src.checkpoint.write import IN_FRONT, WholeFiles, back_up, give_name
 from src.errors import NotSavedError, Stopped
 from src.pace import Pace
 from src.ranks import gather_objects
@@ -228,6 +228,11 @@ class SaveNewest(Callback):
                     self._tell(path, step, time.monotonic() - begun, stalled)
             except OSError as refused:  # the state is there, and the other ranks know nothing of this
                 print(f"warning: step {step} is saved, but older files were not put in order ({refused})", flush=True)
+            if due and bad is None and self.settings.backup:
+                try:
+                    back_up(path, Path(self.settings.backup) / self.folder.parent.name)
+                except Exception as refused:
+                    print(f"warning: step {step} is saved, but not copied to checkpoint.backup ({refused})", flush=True)
             return True
 
         # Collective: every rank takes part, whichever of them writes.

@@ -31,6 +31,7 @@ class CheckpointSettings:
         hours_between_interruptions: how often this machine is taken away, to say which interval would lose least
         monitor: the validation metric that decides which state is the best
         mode: whether a smaller (min) or a larger (max) value of it is better
+        backup: a second folder, best on another disk, for a copy of the newest healthy state, DIR/<run>/; null: none
 
     """
 
@@ -44,6 +45,7 @@ class CheckpointSettings:
     hours_between_interruptions: float = 8.0
     monitor: str = "val/loss"
     mode: Literal["min", "max"] = "min"
+    backup: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("every_n_steps", "keep", "keep_every_n_steps"):

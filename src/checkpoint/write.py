@@ -15,8 +15,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from src.checkpoint.contents import Copies, plain
-from src.checkpoint.files import fault
-from src.checkpoint.shards import FAILED, PARTS, await_parts, join, part_path
+from src.checkpoint.files import fault, ours
+from src.checkpoint.shards import FAILED, PARTS, await_parts, join, part_path, parts_of, sweep
 from src.files import replacing, sync
 from src.ranks import gather_objects
 
@@ -208,3 +208,24 @@ def give_name(path: Path, other: Path) -> None:
             sync(temporary)  # before it is read back
             if reason := fault(temporary):  # an older file goes when this one is there
                 raise OSError(f"the copy is damaged: {reason}") from None
+
+
+def back_up(path: Path, folder: Path) -> None:
+    """Copy a checkpoint and its parts to `folder`, and delete older copies there once the new one is whole.
+
+    Raises:
+        OSError: it cannot be copied; the older copy stays.
+
+    """
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    for file in [*parts_of(content, path), path]:
+        copy = folder / file.relative_to(path.parent)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(copy) as temporary:
+            shutil.copyfile(file, temporary)
+    if reason := fault(folder / path.name):
+        raise OSError(f"the copy is damaged: {reason}")
+    for other in ours(folder, "newest"):
+        if other.name != path.name:
+            other.unlink()
+    sweep(folder)

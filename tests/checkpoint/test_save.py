@@ -9,7 +9,8 @@ from src.checkpoint.best import SaveBest
 from src.checkpoint.choose import newest
 from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
-from src.checkpoint.write import WholeFiles
+from src.checkpoint.shards import IN_PARTS, load, part_path
+from src.checkpoint.write import WholeFiles, back_up, write_parts
 from src.errors import AgreedError, UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
@@ -146,3 +147,41 @@ def test_the_files_of_a_users_own_checkpoints_are_theirs(tmp_path, fit, name, we
     kept = {"step=00000009.ckpt", "step=00000012.ckpt", "best-step=00000012.ckpt"}
     assert kept <= set(names(tmp_path))
     assert len(set(names(tmp_path)) - kept) == 2
+
+
+def test_a_copy_of_the_newest_healthy_state_is_kept_elsewhere(tmp_path, fit):
+    """The backup has one whole state, the newest from before a bad streak; no pruning in the run reaches it."""
+    bad: list[int] = []
+
+    class Streak(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            bad.extend([7] if trainer.global_step == 7 else [])
+
+    folder, settings = tmp_path / "mine/checkpoints", CheckpointSettings(every_n_steps=3, backup=str(tmp_path / "copy"))
+    since = lambda: min(bad, default=None)  # noqa: E731
+    fit([Streak(), SaveNewest(folder, settings, bad_since=since)], max_steps=10, plugins=[WholeFiles()])
+    assert names(tmp_path / "copy/mine") == ["step=00000006.ckpt"]
+    assert newest(tmp_path / "copy/mine") == (tmp_path / "copy/mine/step=00000006.ckpt", 6)
+
+
+def test_a_backup_that_fails_is_a_warning(tmp_path, fit, capsys):
+    """A second folder that is no folder costs the copies alone."""
+    (tmp_path / "copy").write_text("")
+    settings = CheckpointSettings(every_n_steps=5, backup=str(tmp_path / "copy"))
+    fit([SaveNewest(tmp_path / "mine/checkpoints", settings)], max_steps=10, plugins=[WholeFiles()])
+    assert names(tmp_path / "mine/checkpoints") == ["step=00000005.ckpt", "step=00000010.ckpt"]
+    assert "warning: step 5 is saved, but not copied to checkpoint.backup" in capsys.readouterr().out
+
+
+def test_the_copy_of_a_state_in_parts_has_its_parts_and_no_older_ones(tmp_path):
+    """What is copied is whole by itself, and takes the place of the copy before it with all its files."""
+    folder, copy = tmp_path / "checkpoints", tmp_path / "copy"
+    for step in (3, 6):
+        path = folder / f"step={step:08d}.ckpt"
+        part = part_path(path, "abcd", 0, 1)
+        content = {"global_step": step, "state_dict": {"w": IN_PARTS}}
+        assert write_parts(content, {"state_dict.w": torch.full((4,), float(step))}, path, [part], 0) is None
+        back_up(path, copy)
+    assert names(copy / "shards") == [part.name]
+    assert torch.equal(load(copy / path.name)["state_dict"]["w"], torch.full((4,), 6.0))
+    assert len(names(copy)) == 2

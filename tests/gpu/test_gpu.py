@@ -10,6 +10,7 @@ import torch
 from src import exit_codes
 from src.callbacks.throughput import peak_flops
 from src.checkpoint.compare import differences, outcome
+from src.checkpoint.rank_state import RandomNumbers
 from src.strategies import NAMES
 from tests.commands import SMALL, TASK, TORCHRUN, cut_back, losses, only_run, read_json, rows, srun, train, weights
 from tests.small_task import SmallModule
@@ -48,6 +49,16 @@ def test_one_gpu_trains_in_bf16_without_a_process_group(tmp_path: Path) -> None:
     if peak := peak_flops(torch.cuda.get_device_name()):
         work = float(row["perf/samples_per_sec"]) * SmallModule().flops_per_sample
         assert float(row["perf/mfu"]) == pytest.approx(work / peak)
+
+
+def test_random_numbers_are_restored_from_a_file_that_was_loaded_onto_the_gpu(tmp_path: Path) -> None:
+    """`map_location="cuda"` moves the generators' states too, which PyTorch takes from the host's memory alone."""
+    numbers = RandomNumbers(torch.device("cuda", 0))
+    torch.save(numbers.rank_state(), tmp_path / "state")
+    drawn = torch.rand(4), torch.rand(4, device="cuda")
+    numbers.load_rank_state(torch.load(tmp_path / "state", map_location="cuda", weights_only=True))
+    assert torch.equal(torch.rand(4), drawn[0])
+    assert torch.equal(torch.rand(4, device="cuda"), drawn[1])
 
 
 def test_fp16_has_a_scaler_whose_state_and_skips_are_kept(tmp_path: Path) -> None:
