@@ -20,7 +20,7 @@ from src.checkpoint.boundary import (
 from src.checkpoint.cut import CutOff, Validations
 from src.checkpoint.files import PENDING, bytes_of, fault, ours, step_in_name
 from src.checkpoint.rank_state import CallbackMetrics, EpochMetrics, Keeper, RandomNumbers
-from src.checkpoint.schedule import CheckpointSettings, Schedule, best_interval
+from src.checkpoint.schedule import CheckpointSettings, Schedule
 from src.checkpoint.shards import sweep
 from src.checkpoint.write import IN_FRONT, WholeFiles, back_up, give_name
 from src.errors import NotSavedError, Stopped
@@ -260,12 +260,10 @@ class SaveNewest(Callback):
 
     def _tell(self, path: Path, step: int, seconds: float, stalled: list[float]) -> None:
         self.first_save_seconds = seconds
-        waited, hours = stalled[0] if stalled else seconds, self.settings.hours_between_interruptions
-        best = max(best_interval(waited, hours * 3600), seconds)
+        waited = stalled[0] if stalled else seconds
         print(
             f"note: the first save (step {step}, {bytes_of(path) / 2**20:.1f} MiB) took {seconds:.2f} s, training "
-            f"waited {waited:.2f} s of it; with an interruption every {hours:g} h, a save every {best / 60:.2g} min "
-            "loses least",
+            f"waited {waited:.2f} s of it",
             flush=True,
         )
 

@@ -28,7 +28,6 @@ class CheckpointSettings:
             disk
         format: file: one file, which rank 0 writes; sharded: every rank writes its part, which only the fsdp strategies
             have; null: sharded where that is so. Either goes on under every strategy, on any number of processes
-        hours_between_interruptions: how often this machine is taken away, to say which interval would lose least
         monitor: the validation metric that decides which state is the best
         mode: whether a smaller (min) or a larger (max) value of it is better
         backup: a second folder, best on another disk, for a copy of the newest healthy state, DIR/<run>/; null: none
@@ -42,7 +41,6 @@ class CheckpointSettings:
     keep_every_n_steps: int | None = None
     asynchronous: bool = True
     format: Literal["file", "sharded"] | None = None
-    hours_between_interruptions: float = 8.0
     monitor: str = "val/loss"
     mode: Literal["min", "max"] = "min"
     backup: str | None = None
@@ -52,10 +50,8 @@ class CheckpointSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"checkpoint.{name} is {value}; it must be at least 1")
-        for name in ("every_n_minutes", "hours_between_interruptions"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"checkpoint.{name} is {value}; it must be more than 0")
+        if self.every_n_minutes is not None and not self.every_n_minutes > 0:
+            raise UserError(f"checkpoint.every_n_minutes is {self.every_n_minutes}; it must be more than 0")
 
     def __str__(self) -> str:
         minutes = "" if self.every_n_minutes is None else f" or {self.every_n_minutes:g} min, whichever comes first"
@@ -119,16 +115,3 @@ class Schedule:
         up, over, signal = pace.ask(trainer, count, [*(clock if trainer.is_global_zero else [0, 0]), signals.asked()])
         self._up = bool(up)
         self.stop = signals.name(signal) if signal else "max_time" if over else None
-
-
-def best_interval(cost: float, between: float) -> float:
-    """Seconds between saves that lose the least time, saving and repeating work taken together.
-
-    Young, "A first order approximation to the optimum checkpoint interval" (Communications of the ACM 17, 1974).
-
-    Args:
-        cost: seconds that training stands still for a save
-        between: mean seconds between interruptions
-
-    """
-    return (2 * cost * between) ** 0.5

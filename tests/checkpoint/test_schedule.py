@@ -9,7 +9,7 @@ from torch import Tensor
 
 from src.checkpoint import schedule
 from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings, best_interval
+from src.checkpoint.schedule import CheckpointSettings
 from src.errors import UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
@@ -77,33 +77,19 @@ def test_every_nth_stays_for_good(tmp_path: Path) -> None:
     assert saved(tmp_path, every_n_steps=4, keep=2, keep_every_n_steps=10) == [10, 20, 28, 30]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("every_n_minutes", 0), ("hours_between_interruptions", -1), ("keep_every_n_steps", 0)]
-)
+@pytest.mark.parametrize(("name", "value"), [("every_n_minutes", 0), ("keep_every_n_steps", 0)])
 def test_nothing_is_no_interval(name: str, value: float) -> None:
     """It is refused by name."""
     with pytest.raises(UserError, match=f"checkpoint.{name} is {value}; it must be"):
         CheckpointSettings(**{name: value})  # type: ignore[arg-type]
 
 
-def test_the_best_interval_is_youngs() -> None:
-    """For a save of 2 s and an interruption each hour, two minutes: no other interval loses less time."""
-
-    def lost(interval: float) -> float:
-        """Part of the time lost to saves, and to half an interval repeated per interruption."""
-        return 2 / interval + interval / 2 / 3600
-
-    best = best_interval(2, 3600)
-    assert best == 120
-    assert all(lost(best) < lost(best * factor) for factor in (0.5, 0.9, 1.1, 2))
-
-
 def test_the_first_save_says_what_it_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once: its time, how long training waited, and which interval would lose least."""
-    saved(tmp_path, every_n_steps=10, hours_between_interruptions=3)
+    """Once: its time, and how long training waited."""
+    saved(tmp_path, every_n_steps=10)
     said = capsys.readouterr().out
     assert said.count("the first save (step 10,") == 1
-    assert "with an interruption every 3 h, a save every" in said
+    assert "s, training waited " in said
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
