@@ -14,7 +14,6 @@ RUN is a run's name, or a grid's with all its runs. Works with squeue alone; sac
 
 import argparse
 import math
-import os
 import re
 import subprocess
 import sys
@@ -24,8 +23,10 @@ from pathlib import Path
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
+    from src import streams
     from src.installed import need
 
+    streams.outlast_readers()
     need("submitit", "yaml")
 
 from slurm import fallen, sbatch
@@ -273,9 +274,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # of `jobs.py list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more
-        return 0
     except KeyboardInterrupt:
         return 130
 

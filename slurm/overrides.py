@@ -3,18 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from slurm import syntax
 from slurm.errors import LaunchError
-
-# An option whose value may be a secret; a number (model.mask_token 5) is none.
-SECRET_OPTION = re.compile(r"(api_?key|_key|token|secret|password|passwd|passphrase|credentials?)$", re.IGNORECASE)
-# The same inside of a dictionary, a user without password in a URL (https://ghp_…@github.com), a signed URL, a header,
-# and what the keys of well-known services begin with. A short token may be a word of a vocabulary, as "<eos>".
-SECRET_INSIDE = re.compile(
-    r"""(api_?key|secret|password|passwd|passphrase)["']?\s*:\s*[^\s}$]|token["']?\s*:\s*["']?[\w.-]{12}|://[^/\s@]+@"""
-    r"""|[?&](sig|signature|\w*key|\w*token)=|AccountKey=|\bbearer\s+\S|\b(hf_|gh[pousr]_|github_pat_|sk-|AKIA)\w{8}""",
-    re.IGNORECASE,
-)
 
 
 def take_run(overrides: Sequence[str], name: str | None) -> tuple[list[str], str | None, list[str]]:
@@ -84,15 +73,11 @@ def refuse_secrets(overrides: Sequence[str]) -> None:
         LaunchError: one looks like a key, token or password; it is not repeated.
 
     """
-    for index, part in enumerate(overrides):
-        name, equals, value = part.partition("=")
-        value = value if equals else overrides[index + 1] if index + 1 < len(overrides) else ""
-        is_number = re.fullmatch(r"[-+.\deE]*", value) is not None
-        is_secret = name.startswith("--") and SECRET_OPTION.search(name) and not is_number
-        if is_secret or syntax.SECRET.search(part) or SECRET_INSIDE.search(part):
-            what = name if name.startswith("--") else overrides[index - 1] if index else "what stands behind --"
-            raise LaunchError(
-                f"{what.split('=')[0]} holds a key, token or password, which would stand in scripts and logs: let the "
-                "environment hold it (the job gets yours), or a line of `setup` that reads a file; a word that is no "
-                "secret can stand in a --config file"
-            )
+    from src.secret import secret_option
+
+    if name := secret_option(overrides):
+        raise LaunchError(
+            f"{name} holds a key, token or password, which would stand in scripts and logs: let the "
+            "environment hold it (the job gets yours), or a line of `setup` that reads a file; a word that is no "
+            "secret can stand in a --config file"
+        )

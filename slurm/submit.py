@@ -12,8 +12,6 @@ What stands behind `--` goes to `python -m src.cli fit`. The job runs the code a
 import argparse
 import dataclasses
 import difflib
-import io
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -22,8 +20,10 @@ from pathlib import Path
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
+    from src import streams
     from src.installed import need
 
+    streams.outlast_readers()
     need("submitit", "yaml")
 
 from slurm import sbatch
@@ -134,9 +134,6 @@ def misplaced(overrides: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: submitted, or shown; 2: refused, in one line; 130: Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows no ×
     try:
         options, overrides = read_options(argv)
         foreign = sbatch.scrub()
@@ -151,9 +148,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # of `submit.py --dry-run | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more
-        return 0
     except OSError as error:  # a folder that cannot be written, a quota
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -28,8 +28,6 @@ DECIDED = (
     *("time", "job-name", "output", "error", "open-mode", "comment", "signal", "requeue", "no-requeue", "export"),
     *("mail-user", "mail-type", "parsable", "wrap", "test-only", "wait", "chdir", "cpu-bind", "gpu-bind"),
 )
-# A key, token or password in clear or in a URL; `export MY_TOKEN=$(cat ~/.my_token)` is fine.
-SECRET = re.compile(r"""(\b|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD)=(?!["']?\$|["']?$)|://[^/\s:@]+:[^/\s@$]+@""", re.I)
 LONGEST = timedelta(days=365)
 SHORT = reprlib.Repr()
 SHORT.maxstring = 60
@@ -48,6 +46,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 def text(value: object) -> str:
     """One line without control characters. It will stand in scripts and logs, so no secret (nor is that repeated)."""
+    from src.secret import SECRET
+
     if isinstance(value, str) and SECRET.search(value):
         raise ValueError(
             "a key, token or password in clear; keep it in a file that only you can read, and let a line of `setup` "

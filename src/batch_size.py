@@ -26,8 +26,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":
+    from src import streams
     from src.installed import need
 
+    streams.outlast_readers()
     need("torch", "lightning", "jsonargparse")
 
 from jsonargparse import Namespace

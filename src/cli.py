@@ -18,9 +18,9 @@ from typing import Any
 if __name__ == "__main__":  # what follows takes seconds, on a network's file system many: a signal is noted meanwhile
     from src import installed, signals, streams
 
+    streams.outlast_readers()
     installed.need("torch", "lightning", "jsonargparse")
     signals.listen()
-    streams.outlast_readers()
 
 import torch
 import yaml

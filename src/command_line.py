@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from src.errors import UserError
+from src.secret import secret_option
 
 if TYPE_CHECKING:  # the launcher reads files with this module and must start fast
     from jsonargparse import ArgumentParser
@@ -30,7 +31,7 @@ def with_defaults(argv: list[str]) -> list[str]:
     """The command line with `configs/defaults.yaml` and, where no other model is named, the task's file in front.
 
     Raises:
-        UserError: no subcommand, or a --config that is missing, no YAML, or has a value for a group of settings.
+        UserError: no subcommand, a secret, or a --config that is missing, no YAML, or has a value for a group.
 
     """
     if not argv or argv[0] in ("-h", "--help"):
@@ -40,6 +41,12 @@ def with_defaults(argv: list[str]) -> list[str]:
     if argv[0] not in SUBCOMMANDS:
         near = _nearest(argv[0], SUBCOMMANDS)
         raise UserError(f"{argv[0]!r} is no subcommand{near}; start with one of {', '.join(SUBCOMMANDS)}")
+    if name := secret_option(argv):
+        raise UserError(
+            f"{name} holds a key, token or password, which would stand in the run's configuration, logs and "
+            "checkpoints: put it into an environment variable that your code or the library reads (WANDB_API_KEY); "
+            "a word that is no secret can stand in a --config file"
+        )
     task = None
     names_model = any(
         arg in ("--model", "--model.class_path") or arg.startswith(("--model=", "--model.class_path=")) for arg in argv

@@ -19,8 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":
+    from src import streams
     from src.installed import need
 
+    streams.outlast_readers()
     need("torch", "lightning", "jsonargparse")
 
 import torch

@@ -41,5 +41,15 @@ class Lasting:
 
 
 def outlast_readers() -> None:
-    """Make stdout and stderr last; before anybody else takes hold of them."""
-    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
+    """Make stdout and stderr last; before anybody else takes hold of them.
+
+    A closed one (`>&-`) becomes /dev/null: else the next file that is opened gets its number, and what a library or
+    another process prints goes into that file.
+    """
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        os.set_inheritable(free, True)
+    os.close(free)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name) or open(number, "w", closefd=False)  # noqa: SIM115 open until the end
+        stream.reconfigure(errors="replace")  # a terminal that knows no ×
+        setattr(sys, name, Lasting(stream))

@@ -77,6 +77,36 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert part in error
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--model.api_key", "hunter22"],
+        ["--data.token=hunter22"],
+        ["--trainer.logger", '{"init_args": {"password": "hunter22"}}'],
+        ["--data.url", "https://me:hunter22@host/x"],
+        ["--data.name", "hf_hunter22hunter22"],
+    ],
+)
+def test_a_secret_is_refused_and_not_repeated(
+    given: list[str], run_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option of training would stand in the configuration, the manifest and every checkpoint."""
+    assert main([*FIT, *SMALL, *given]) == 2
+    said = capsys.readouterr().err
+    assert given[0].partition("=")[0] in said
+    assert "environment variable" in said
+    assert "hunter22" not in said
+    assert not list(run_root.glob("*"))
+
+
+@pytest.mark.parametrize(
+    "given", [["--model.mask_token", "5"], ["--model.use_token=true"], ["--run", "token"], ["--data.key", "<eos>"]]
+)
+def test_a_number_a_switch_and_a_word_are_no_secrets(given: list[str]) -> None:
+    """Only a text behind a name that ends like a credential's is one."""
+    assert with_defaults([*FIT, *SMALL, *given])[-len(given) :] == given
+
+
 def test_bad_input_leaves_no_run_behind(project: Path) -> None:
     """A run that never began has no folder."""
     assert main([*FIT, "--trainer.max_epoch", "3"]) == 2

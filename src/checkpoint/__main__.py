@@ -12,14 +12,15 @@ RUN is a folder's name in the run root or a path. Reads files with torch alone: 
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
+    from src import streams
     from src.installed import need
 
+    streams.outlast_readers()
     need("torch", "lightning", "jsonargparse")
 
 from src import exit_codes
@@ -48,14 +49,9 @@ class Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code (0 done, 1 different, 2 bad input, 65 a damaged checkpoint)."""
     try:
-        code = _run(_parser().parse_args(argv))
-        sys.stdout.flush()  # here, where a reader that has gone is no traceback
-        return code
+        return _run(_parser().parse_args(argv))
     except UserError as error:
         return _complain(error)
-    except BrokenPipeError:  # `… | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
         return _complain(UserError(f"{error.filename} cannot be used ({error.strerror}): check its permissions"))
     except KeyboardInterrupt:
