@@ -13,6 +13,7 @@ RUN is a run's name, or a grid's with all its runs. Works with squeue alone; sac
 """
 
 import argparse
+import contextlib
 import math
 import re
 import subprocess
@@ -232,9 +233,9 @@ def _larger_is_better(found: Sequence[State]) -> bool:
     import yaml
 
     for state in found:
-        path = state.folder / "config.yaml"
-        if path.exists():
-            return ((yaml.safe_load(path.read_text()) or {}).get("checkpoint") or {}).get("mode") == "max"
+        with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):  # none, or not readable
+            config = yaml.safe_load((state.folder / "config.yaml").read_text())
+            return (config.get("checkpoint") or {}).get("mode") == "max"
     return False
 
 
@@ -274,6 +275,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        from src.errors import FileError
+
+        print(f"error: {FileError(error)}", file=sys.stderr)
+        return FileError(error).exit_code
     except KeyboardInterrupt:
         return 130
 

@@ -58,10 +58,14 @@ def keep_config(folder: Path, config: str) -> list[str]:
 def changes(folder: Path, config: str) -> list[str]:
     """What differs from the configuration that the run was last started with, as a note."""
     path = folder / "config.yaml"
-    old = path.read_text() if path.exists() else config
+    old = path.read_text(errors="replace") if path.exists() else config
     if old == config:
         return []
-    before, after = flat(yaml.safe_load(old)), flat(yaml.safe_load(config))
+    try:
+        before = flat(yaml.safe_load(old))
+    except yaml.YAMLError:
+        return [f"{path} is no YAML: nothing says what has changed since the last start"]
+    after = flat(yaml.safe_load(config))
     changed = [key for key in before | after if before.get(key) != after.get(key)]
     if not changed:
         return []

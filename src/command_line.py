@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from src.errors import UserError
+from src.errors import FileError, UserError
 from src.secret import secret_option
 
 if TYPE_CHECKING:  # the launcher reads files with this module and must start fast
@@ -84,7 +84,7 @@ def _model_of_run(name: str) -> str:
     """
     from src.run import existing_run, run_root  # with PyTorch, which the launcher goes without
 
-    path = existing_run(run_root()[0], name) / "config.yaml"
+    path = existing_run(run_root(written=False)[0], name) / "config.yaml"
     config = read_config(str(path), str(path))
     if not config.get("model"):
         raise UserError(f"{path} names no model: add --model")
@@ -150,6 +150,8 @@ def read_config(path: str, name: str | None = None) -> dict[str, Any]:
         raise UserError(f"{name}: no such file{_nearest(path, there)}")
     try:
         content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise FileError(error) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""

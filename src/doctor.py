@@ -28,7 +28,7 @@ if __name__ == "__main__":
 import torch
 
 from src.cpus import usable_cpus
-from src.errors import AgreedError, UserError
+from src.errors import AgreedError, FileError, UserError
 from src.run import newest_first
 from src.storage import run_root
 from src.vanishing import filesystem
@@ -55,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
             for name, text, doubt in lines:
                 print(f"{name:<12}  {'warning: ' if doubt else ''}{text}", flush=True)
                 doubtful += doubt
+    except OSError as error:
+        print(f"error: {FileError(error)}", file=sys.stderr)
+        return FileError(error).exit_code
     except UserError as error:
         if not (rank and isinstance(error, AgreedError)):
             print("error: " + " ".join(str(error).split()), file=sys.stderr)

@@ -24,9 +24,13 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(TEMPORARY.format(name=path.name))
     try:
+        temporary.unlink(missing_ok=True)  # a link that somebody else has put there is not followed
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = str(path)  # a disk that is full names no file
+        raise
     finally:
         with suppress(OSError):  # a folder that is gone or read-only
             temporary.unlink(missing_ok=True)  # it is there, too, where both were names of one file

@@ -226,7 +226,7 @@ def find_run(name: str | None, model: Any) -> Run:
         UserError: no such run, or it has no checkpoint; the text says where it looked and what is there.
 
     """
-    root, _ = run_root()
+    root, _ = run_root(written=False)
     if name is not None:
         folder = existing_run(root, name)
     else:
@@ -262,15 +262,20 @@ def existing_run(root: Path, name: str) -> Path:
 
 
 def newest_first(root: Path) -> list[Path]:
-    """The runs in `root`, the one that was started last first."""
-    runs = [path for path in root.iterdir() if (path / "config.yaml").exists()]
-    return sorted(
-        runs,
-        key=lambda path: (path / "manifest.json").stat().st_mtime_ns if (path / "manifest.json").exists() else 0,
-        reverse=True,
-    )
+    """The runs in `root`, the one that was started last first; folders that may not be looked into are among them."""
+    found = []
+    for path in root.iterdir():
+        try:
+            if (path / "config.yaml").exists():
+                manifest = path / "manifest.json"
+                found.append((manifest.stat().st_mtime_ns if manifest.exists() else 0, path))
+        except OSError:
+            found.append((0, path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def _model_of(folder: Path) -> Any:
-    path = folder / "config.yaml"
-    return (yaml.safe_load(path.read_text()) or {}).get("model") if path.exists() else None
+    """The model that a run's configuration names; None where it cannot be read."""
+    with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
+        return yaml.safe_load((folder / "config.yaml").read_text()).get("model")
+    return None

@@ -23,7 +23,7 @@ def secret_option(arguments: Sequence[str]) -> str | None:
         name, equals, value = part.partition("=")
         value = value if equals else arguments[index + 1] if index + 1 < len(arguments) else ""
         is_secret = name.startswith("--") and OPTION.search(name) and not HARMLESS.fullmatch(value)
-        if is_secret or SECRET.search(part) or INSIDE.search(part):
+        if is_secret or SECRET.search(value if name.startswith("--") and equals else part) or INSIDE.search(part):
             what = name if name.startswith("--") else arguments[index - 1] if index else "the first argument"
             return what.split("=")[0]
     return None

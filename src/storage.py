@@ -17,8 +17,11 @@ from src.vanishing import vanishes
 APPEAR_SECONDS = 30  # a new name on NFS may show late
 
 
-def run_root() -> tuple[Path, list[str]]:
+def run_root(written: bool = True) -> tuple[Path, list[str]]:
     """Where runs live, `$RUN_ROOT` or ./runs, made if need be; and what is doubtful about it.
+
+    Args:
+        written: it will be written to, else only read
 
     Raises:
         UserError: it cannot be made or written to.
@@ -31,6 +34,8 @@ def run_root() -> tuple[Path, list[str]]:
         notes.append(f"RUN_ROOT {given} is relative and means {root.absolute()} here; another folder elsewhere")
     root = root.absolute()
     try:
+        if not written and root.is_dir():
+            return root, notes
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".writable-{socket.gethostname()}-{os.getpid()}"
         probe.touch()

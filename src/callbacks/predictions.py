@@ -7,6 +7,7 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from src.files import replacing
 from src.ranks import gather_objects
 
 
@@ -29,7 +30,6 @@ class WritePredictions(BasePredictionWriter):
         longest = max(len(part) for part in parts)
         # Loaders split every batch over the ranks, so the data set's order goes batch by batch, rank by rank.
         ordered = [part[i] for i in range(longest) for part in parts if i < len(part)]
-        temporary = self.path.with_suffix(".tmp")
-        torch.save(ordered, temporary)
-        temporary.replace(self.path)
+        with replacing(self.path) as temporary, temporary.open("wb") as file:
+            torch.save(ordered, file)
         print(f"predictions of {len(ordered)} batches: {self.path}")

@@ -46,7 +46,7 @@ class Watchdog(Callback):
 
     Args:
         limit: seconds without an event
-        folder: where the dumps go; None: the folder for temporary files
+        folder: where the dumps go; None: a new folder for temporary files, as others may write to the shared one
         tell: called on rank 0 with the message's first line before all ends, for a record; may hang
         again: the command that continues the run
 
@@ -59,7 +59,7 @@ class Watchdog(Callback):
         tell: Callable[[str], object] | None = None,
         again: str = "the same command",
     ) -> None:
-        self.limit, self.folder, self.tell, self.again = limit, folder or Path(tempfile.gettempdir()), tell, again
+        self.limit, self.folder, self.tell, self.again = limit, folder or Path(tempfile.mkdtemp()), tell, again
         self.pulse = min(PULSE, limit / 4)
         self.keeps_ranks = folder is not None
         self._threads: list[threading.Thread] = []

@@ -31,7 +31,7 @@ from src.checkpoint.files import fault
 from src.checkpoint.listing import list_checkpoints, list_runs, verify_file, verify_run
 from src.checkpoint.rollback import roll_back
 from src.checkpoint.status import show
-from src.errors import UserError
+from src.errors import FileError, UserError
 from src.run import newest_first
 from src.storage import run_root
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return _complain(error)
     except OSError as error:
-        return _complain(UserError(f"{error.filename} cannot be used ({error.strerror}): check its permissions"))
+        return _complain(FileError(error))
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
 
@@ -108,7 +108,7 @@ def _run(chosen: argparse.Namespace) -> int:
     if chosen.command == "list" and chosen.run is None:
         if chosen.before_step is not None:
             raise UserError("--before-step is about the checkpoints of one run: give a RUN as well")
-        list_runs(run_root()[0], chosen.json)
+        list_runs(run_root(written=False)[0], chosen.json)
     elif chosen.command == "list":
         list_checkpoints(run_folder(chosen.run), chosen.before_step, chosen.json)
     elif chosen.command == "status":
@@ -128,9 +128,11 @@ def _run(chosen: argparse.Namespace) -> int:
 def _verify(text: str | None) -> int:
     if text is None:
         code = 0
-        for run in newest_first(run_root()[0]):
+        for run in newest_first(run_root(written=False)[0]):
             try:
                 code = max(code, verify_run(run))
+            except OSError as error:
+                code = max(code, _complain(FileError(error)))
             except UserError as error:  # one run without a whole checkpoint does not hide the others
                 code = max(code, _complain(error))
         return code

@@ -29,7 +29,7 @@ def outcome(run: Path) -> dict[str, Any]:
         raise UserError(f"{run} has no checkpoint yet, so there is nothing to compare")
     rows, path = [], run / "metrics.csv"
     if path.exists():
-        with path.open(newline="") as file:
+        with path.open(newline="", errors="replace") as file:
             rows = [
                 {key: text for key, text in row.items() if not key.startswith("perf/")} for row in csv.DictReader(file)
             ]

@@ -51,12 +51,12 @@ def run_folder(text: str) -> Path:
 
     """
     if "/" not in text and text not in (".", ".."):
-        return existing_run(run_root()[0], text)
+        return existing_run(run_root(written=False)[0], text)
     folder = Path(text).expanduser().absolute()
     if not any((folder / part).exists() for part in PARTS_OF_A_RUN):
         raise UserError(
             f"{text} is no run directory (it has none of {', '.join(PARTS_OF_A_RUN)}): "
-            f"give one, or the name of a run in {run_root()[0]}"
+            f"give one, or the name of a run in {run_root(written=False)[0]}"
         )
     return folder
 

@@ -1,5 +1,6 @@
 """`list` and `verify`: which runs and checkpoints there are, and which of them are whole."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,14 @@ def list_runs(root: Path, as_json: bool) -> None:
 
 
 def _run_facts(folder: Path) -> dict[str, Any]:
-    files = [path for path in files_of(folder) if path.parent.name == FOLDER]
-    times = []
-    for path in files:
-        try:
-            times.append(path.stat().st_mtime)
-        except FileNotFoundError:  # training has just replaced it
-            continue
+    files, times = [], []
     try:
+        files = [path for path in files_of(folder) if path.parent.name == FOLDER]
+        for path in files:
+            with contextlib.suppress(FileNotFoundError):  # training has just replaced it
+                times.append(path.stat().st_mtime)
         state, step = (told := state_of(folder)).name, told.last_step
-    except UserError:  # `status` says why; the other runs are shown all the same
+    except (UserError, OSError):  # `status` says why; the other runs are shown all the same
         state, step = "unreadable", None
     return {
         "name": folder.name,

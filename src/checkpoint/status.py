@@ -106,7 +106,7 @@ def _losses(run: Path) -> list[tuple[int, float | None]]:
     """The last rows of the loss (None: not finite): one that was healthy before it stopped was stopped from outside."""
     path, rows = run / "metrics.csv", []
     if path.exists():
-        with path.open(newline="") as file:
+        with path.open(newline="", errors="replace") as file:
             for row in csv.DictReader(file):
                 with contextlib.suppress(KeyError, TypeError, ValueError):  # a row without one, or torn
                     loss = float(row["train/loss"])
