@@ -45,7 +45,7 @@ from src.changes import ESSENTIAL
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.command_line import config_files, explain, raised_by_import, with_defaults
-from src.endings import complain, crash, run_to_its_end
+from src.endings import complain, crash, results, run_to_its_end
 from src.errors import NotSavedError, Stopped, UserError
 from src.files import write_text
 from src.hangs.debug import debug_collectives
@@ -69,9 +69,15 @@ OF_ONE_START = ("run", "allow_changed", "fresh", "output")  # options that are n
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input; all: src/exit_codes.py).
 
-    A hang ends the process from the watchdog's thread.
+    A hang ends the process from the watchdog's thread. The process has its own signal handlers afterwards.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    finally:
+        signals.restore()
+
+
+def _run(argv: list[str]) -> int:
     signals.listen()
     quieten()
     prepare_environment()
@@ -310,6 +316,9 @@ class ProjectCLI(LightningCLI):
             if self.command == "fit" and self.settings.trainer.fast_dev_run:
                 self.trainer.callbacks.append(Preemption())  # type: ignore[attr-defined]
                 self.trainer.fit(**arguments)
+                if self.trainer.is_global_zero:
+                    steps = self.settings.trainer.fast_dev_run
+                    print(f"fast_dev_run: {int(steps)} batch(es) of training and validation, and nothing is kept of it")
             elif self.command == "fit":
                 self._fit(arguments)
             else:
@@ -381,7 +390,7 @@ class ProjectCLI(LightningCLI):
         again = "" if end == "finished" else f"; continue with: {self.again}"
         if end == "finished":
             write_text(run.path / "DONE", f"{self.trainer.global_step}\n")
-        print(f"run {run.folder} {end} at step {self.trainer.global_step}{again}")
+        print(f"run {run.folder} {end} at step {self.trainer.global_step}{results(self.trainer)}{again}")
 
     def _evaluate(self, arguments: dict[str, Any]) -> None:
         model, path = yaml.safe_load(self.config_text).get("model"), arguments["ckpt_path"]

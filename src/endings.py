@@ -5,11 +5,16 @@ import pickle
 import re
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 
 from src import exit_codes
+from src.checkpoint.best import SaveBest
+from src.checkpoint.files import step_in_name
 from src.errors import AgreedError, TrippedError, UserError, from_settings, hint, of_a_file
 from src.memory import is_out_of_memory
 from src.out_of_memory import explain as explain_memory
@@ -92,9 +97,24 @@ def crash(error: Exception) -> int:
     return exit_codes.CRASHED
 
 
+def results(trainer: Trainer) -> str:
+    """Return the metric that decides, last and best, and why training ended early, for the line of the end."""
+    text = ""
+    for call in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(call, SaveBest) and call.monitor in trainer.callback_metrics:
+            text += f"; {call.monitor} {float(trainer.callback_metrics[call.monitor]):.4g}"
+            if call.best_model_score is not None:
+                step = step_in_name(Path(call.best_model_path))
+                text += f" (best {float(call.best_model_score):.4g} at step {step})"
+        if isinstance(call, EarlyStopping) and call.wait_count >= call.patience:
+            text += f"; ended by EarlyStopping: {call.monitor} has not improved in {call.wait_count} checks"
+    return text
+
+
 def complain(error: UserError) -> int:
     """One line per node, since a node may differ from the others; every rank's once they have met."""
     met = torch.distributed.is_initialized()
-    if met or int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
+    launched = "LOCAL_RANK" if "WORLD_SIZE" in os.environ else "SLURM_LOCALID"  # else one that is left over
+    if met or int(os.environ.get(launched, 0)) == 0:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
     return error.exit_code

@@ -130,6 +130,9 @@ def local_cards(shape: Shape) -> list[Card]:
     return [Card(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in indices]
 
 
+CHILD = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")  # what Lightning gives its processes
+
+
 def process_environment(shape: Shape) -> ClusterEnvironment:
     """Who started the processes: torchrun, srun, or Lightning itself; checked against the shape.
 
@@ -158,7 +161,23 @@ def process_environment(shape: Shape) -> ClusterEnvironment:
             f"srun --nodes={shape.num_nodes} --ntasks-per-node={shape.devices} python -m src.cli … "
             f"or torchrun --nnodes={shape.num_nodes} --nproc-per-node={shape.devices} -m src.cli …"
         )
+    _refuse_left_over(shape)
     return LightningEnvironment()
+
+
+def _refuse_left_over(shape: Shape) -> None:
+    """Refuse what a launcher's variables in the environment would make this process wait for in silence."""
+    there = {name: os.environ[name] for name in CHILD if name in os.environ}
+    if "LOCAL_RANK" in there and len(there) < len(CHILD):
+        missing = ", ".join(name for name in CHILD if name not in there)
+        raise UserError(f"LOCAL_RANK is set and {missing} not: unset LOCAL_RANK, or start this with torchrun or srun")
+    if int(there.get("NODE_RANK", 0)) >= shape.num_nodes:
+        raise UserError(
+            f"NODE_RANK={there['NODE_RANK']} is set, and {shape} has node{'s 0 to' if shape.num_nodes > 1 else ''} "
+            f"{shape.num_nodes - 1}: unset NODE_RANK, or set it to the number of this node"
+        )
+    if shape.num_nodes == 1 and "LOCAL_RANK" not in there and "MASTER_ADDR" in there:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # one that another job has left leads to another machine
 
 
 def srun_layout() -> list[int]:

@@ -39,7 +39,7 @@ class RunTensorBoard(TensorBoardLogger):
         except (OSError, ValueError) as error:
             if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
                 raise  # else Lightning has turned what the disk said into "you tried to log …"
-            self._experiment = DummyExperiment()  # its thread has ended, and each new one would say so again
+            self._experiment: Any = DummyExperiment()  # its thread has ended, and each new one would say so again
             said = error.__cause__ or error
             print(
                 f"warning: {self.log_dir} cannot be written ({said}): TensorBoard goes without the rest of this start"

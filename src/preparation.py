@@ -26,6 +26,7 @@ def quieten() -> None:
     """Hide Lightning's advertising and what a user can do nothing about; warnings that matter stay."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # a report that was asked for
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of calls that Lightning makes
     for message in (
         ".*LeafSpec.*",  # Lightning 2.6.6 on torch 2.13

@@ -12,20 +12,55 @@ in a validation (src/checkpoint/cut.py); src/checkpoint/save.py saves, leaves ST
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-# Preemption and scancel; by hand; the batch script's --signal, some time before the limit; a terminal that is gone.
-STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+# Preemption and scancel; by hand; the batch script's --signal, some time before the limit; a terminal that is gone;
+# Ctrl-C.
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
+MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGINT)  # as nohup and a shell's background have it
 _noted = 0
-_leaves = False
+_leaves = _saves = False
+_before: dict[int, Any] = {}  # the handlers of the process that calls `main`
 
 
-def listen() -> None:
-    """Take these signals; again whenever somebody else may have set a handler."""
+def listen(saves: bool = False) -> None:
+    """Take these signals; again whenever somebody else may have set a handler.
+
+    Args:
+        saves: training has begun, and Ctrl-C too is answered between two steps; the second one leaves at once
+
+    """
+    global _saves
+    _saves = _saves or saves
     if threading.current_thread() is threading.main_thread():
         for number in STOPS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            there = signal.getsignal(number)
+            if number not in MAY_BE_IGNORED or there != signal.SIG_IGN:
+                _before.setdefault(number, there)
                 signal.signal(number, _note)
+
+
+def restore() -> None:
+    """Give the process its own handlers back."""
+    if threading.current_thread() is threading.main_thread():
+        while _before:
+            signal.signal(*_before.popitem())
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let a signal end the process while it waits inside of PyTorch, where no handler of Python's runs."""
+    waits = [number for number in STOPS if signal.getsignal(number) is _note]
+    for number in waits:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number in waits:
+            signal.signal(number, _note)
 
 
 def asked() -> int:
@@ -43,8 +78,8 @@ def leave_at_once() -> None:
 
 def forget() -> None:
     """What came is answered."""
-    global _noted, _leaves
-    _noted, _leaves = 0, False
+    global _noted, _leaves, _saves
+    _noted, _leaves, _saves = 0, False, False
 
 
 def ignore() -> None:
@@ -60,6 +95,10 @@ def name(number: int) -> str:
 
 def _note(number: int, _frame: FrameType | None) -> None:
     global _noted
+    if number == signal.SIGINT and (_leaves or not _saves or _noted):
+        raise KeyboardInterrupt
+    if number == signal.SIGINT and os.environ.get("LOCAL_RANK", "0") == "0":
+        os.write(2, b"\nCtrl-C: saving after this step; once more leaves at once\n")
     _noted = _noted or number
     if _leaves:
         _leave(number)

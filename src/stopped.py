@@ -45,6 +45,8 @@ def exit_code(reason: str, rank: int) -> int:
     srun, torchrun and Lightning end all ranks when one does not end with 0: the others than rank 0 do, and rank 0 as
     well where a batch script reads the marker.
     """
+    if reason == "SIGINT" and rank == 0:
+        return exit_codes.INTERRUPTED  # of a loop in a shell that starts again after 85, too, Ctrl-C is the end
     saved = reason.startswith("SIG") and rank == 0 and READ_BY_SCRIPT not in os.environ
     return exit_codes.STOPPED if saved else exit_codes.DONE
 

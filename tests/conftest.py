@@ -34,10 +34,11 @@ def _signals() -> Iterator[None]:
 
     Whoever runs the tests in the background has them and what they start ignore it; Lightning does once it has come.
     """
-    before = {number: signal.getsignal(number) for number in (*signals.STOPS, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in signals.STOPS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signals.forget()
+    signals.restore()
     for number, handler in before.items():
         signal.signal(number, handler)
 

@@ -5,6 +5,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ class Gan(LightningModule):
         return torch.nn.functional.binary_cross_entropy_with_logits(found, torch.full_like(found, real))
 
     def training_step(self, batch: torch.Tensor) -> None:
-        first, second = self.optimizers()  # type: ignore[misc]
+        first, second = self.optimizers()  # type: ignore[attr-defined]
         noise = torch.randn(len(batch), 4)
         self.toggle_optimizer(first)
         made = self(noise)
@@ -110,9 +111,10 @@ class Gan(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         for logger in self.loggers:  # all of them
-            logger.experiment.add_image("seen", self(torch.zeros(1, 4)).view(1, 8, 8), self.current_epoch)
+            picture = self(torch.zeros(1, 4)).view(1, 8, 8)
+            logger.experiment.add_image("seen", picture, self.current_epoch)  # type: ignore[attr-defined]
 
-    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[object]]:
+    def configure_optimizers(self) -> Any:
         return [torch.optim.Adam(net.parameters(), 1e-3) for net in (self.generator, self.discriminator)], []
 
     def train_dataloader(self) -> DataLoader:

@@ -1,4 +1,5 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -294,3 +295,25 @@ def test_tasks_that_lie_unevenly_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"4 processes on 2 nodes \(3, 1 per node\).*--ntasks-per-node=2"):
         process_environment(Shape("gpu", 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ({"NODE_RANK": "1"}, "NODE_RANK=1 is set, and 1 node × 2 CPU processes has node 0: unset NODE_RANK"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set and WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT not"),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "unset LOCAL_RANK"),
+    ],
+)
+def test_what_another_launcher_has_left_is_refused(left, said, monkeypatch):
+    """Else this process would wait in silence for others that nobody starts."""
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(said)):
+        process_environment(Shape("cpu", 1, 2))
+
+
+def test_another_machine_s_address_is_not_waited_for(monkeypatch):
+    """On one node the ranks meet on this machine."""
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
+    assert process_environment(Shape("cpu", 1, 2)).main_address == "127.0.0.1"

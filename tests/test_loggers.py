@@ -75,8 +75,8 @@ def test_a_disk_that_takes_no_events_ends_no_training(
     """TensorBoard's writer raises at each call from then on: it is said once, and the rows are all there."""
     add = SummaryWriter.add_scalar
 
-    def full(self: SummaryWriter, name: str, value: float, step: int, **more: object) -> None:
-        if step >= 2:
+    def full(self: SummaryWriter, name: str, value: float, step: int | None = None, **more: object) -> None:
+        if (step or 0) >= 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         add(self, name, value, step)
 

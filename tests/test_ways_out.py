@@ -1,7 +1,9 @@
 """Each way out of the command has an exit code of its own, at whatever moment it is taken."""
 
 import json
+import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from src import exit_codes
+from src import exit_codes, signals
 from src.cli import main
 from tests.commands import CPU, SMALL, STEPS, fit, only_run, read_json, train
 from tests.small_task import SmallModule
@@ -62,7 +64,9 @@ def test_training_is_left(step: str, way: str, code: int, run_root: Path, capsys
     said = "".join(capsys.readouterr())
     assert "continue with: python -m src.cli fit" in said
     assert ("the licence server is gone" in said) == (way == "sys.exit(text)")
-    reason = "stopped by SIGTERM" if way == "SIGTERM" else "interrupted"
+    reason = "interrupted"
+    if way == "SIGTERM" or (way, step) == ("Ctrl-C", "fit"):  # before training nothing is there to be saved
+        reason = f"stopped by {'SIGTERM' if way == 'SIGTERM' else 'SIGINT'}"
     assert read_json(run_root / "left/summary.json")["exit_reason"] == reason
 
 
@@ -96,3 +100,48 @@ def test_torchrun_starts_the_run_again_that_it_has_lost(tmp_path: Path) -> None:
     run = only_run(tmp_path / "runs")
     assert f"{run} (continues from step " in done.stdout
     assert (run / "DONE").read_text() == "4\n"
+
+
+def test_the_first_ctrl_c_is_noted_while_training_and_the_second_leaves(capfd: pytest.CaptureFixture[str]) -> None:
+    """Before training one is enough: there is nothing to save."""
+    signals.listen()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    signals.listen(saves=True)
+    signal.raise_signal(signal.SIGINT)
+    assert signals.asked() == signal.SIGINT
+    assert "saving after this step; once more leaves at once" in capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_script_has_its_own_handlers_back(run_root: Path) -> None:
+    """After `main([...])`, however it ended."""
+    own = {number: signal.signal(number, lambda *_: None) for number in signals.STOPS}
+    mine = {number: signal.getsignal(number) for number in own}
+    try:
+        fit(run_root, "mine", *SMALL)
+        assert main(["fit", "--no_such_option"]) == 2
+        assert {number: signal.getsignal(number) for number in own} == mine
+    finally:
+        for number, handler in own.items():
+            signal.signal(number, handler)
+
+
+def test_the_last_line_says_what_came_of_it(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The deciding metric, last and best, and EarlyStopping where that ended training; a trial run says what it did."""
+    stop = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/loss"]
+    stop += ["--trainer.callbacks.patience", "1", "--trainer.callbacks.min_delta", "99"]
+    fit(run_root, "early", *SMALL, *stop, "--trainer.max_steps", "40")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"run {run_root}")]
+    assert "ended by EarlyStopping: val/loss has not improved in 1 checks" in line
+    assert re.search(r"; val/accuracy 0\.\d+ \(best 0\.\d+ at step \d+\)", line)
+    assert main(["fit", *CPU, *SMALL, "--trainer.fast_dev_run", "2"]) == 0
+    assert "fast_dev_run: 2 batch(es)" in capsys.readouterr().out
+
+
+def test_a_profiler_prints_its_report(run_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of where the time went, as in Lightning by itself."""
+    with caplog.at_level(logging.NOTSET, "lightning.pytorch.profilers.profiler"):
+        fit(run_root, "profiled", *SMALL, "--trainer.profiler", "simple")
+    assert "run_training_batch" in caplog.text

@@ -56,7 +56,7 @@ class Preemption(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: D102
         if not self._listens:  # the module and others may have set handlers of their own when training started
-            signals.listen()
+            signals.listen(self.saves)
             self._listens = True
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:  # noqa: D102

@@ -61,6 +61,7 @@ class Progress(Callback):
 
     def _close(self) -> None:
         if self._bar is not None:
+            self._bar.set_postfix_str(self._numbers())  # with the last validation, which came after the last step
             self._bar.close()
 
     def _numbers(self) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from src import signals
 from src.errors import AgreedError
 from src.strategies.launcher import Launcher
 
@@ -107,7 +108,8 @@ class DDP(DDPStrategy):
         Lightning sees to that for a group of NCCL alone.
         """
         there = torch.distributed.is_initialized()
-        super().setup_distributed()
+        with signals.ending_at_once():  # it waits for the other ranks
+            super().setup_distributed()
         if not there:  # else it is somebody else's
             atexit.register(_destroy_dist_connection)
 

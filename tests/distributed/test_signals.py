@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import pytest
 
 from src import exit_codes, stopped
 from src.checkpoint.compare import differences, outcome
-from tests.commands import CPU, ROOT, SMALL, TORCHRUN, environment, read_json, rows, srun, train
+from tests.commands import CPU, ROOT, SMALL, TORCHRUN, environment, free_port, read_json, rows, srun, train
 
 STOPS = int(os.environ.get("STOPS", "1"))
 TWO_RANKS = ["fit", *CPU, *SMALL, "--trainer.devices", "2", "--model.dropout", "0.3", "--data.size", "64"]
@@ -224,3 +225,21 @@ def test_a_terminal_that_is_gone_stops_a_run_that_is_not_under_nohup(tmp_path: P
         code, output = ended(process)
         assert code == exit_codes.STOPPED, output
         assert f"stopped by {'SIGTERM' if ignored else 'SIGHUP'}" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_waits_for_the_others_can_be_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """The wait is PyTorch's, in which no handler of Python's runs."""
+    (process,) = srun(tmp_path, 1, 2, *TWO_RANKS, "--run", "run", ranks=(0,), MASTER_PORT=str(port := free_port()))
+    until = time.monotonic() + 120
+    while True:  # until it serves the store that the others are to come to
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(number)
+    code, output = ended(process)
+    assert code == -number, output
