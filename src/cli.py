@@ -25,7 +25,6 @@ if __name__ == "__main__":  # what follows takes seconds, on a network's file sy
 import torch
 import yaml
 from jsonargparse import ActionYesNo, ArgumentError, Namespace
-from jsonargparse._instantiation import default_class_instantiator
 from jsonargparse.typing import PositiveFloat
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
@@ -225,7 +224,7 @@ class ProjectCLI(LightningCLI):
 
         for key, kind in (("model", LightningModule), ("data", LightningDataModule)):
             self.parser.add_instantiator(carrying(_InstantiatorFn(cli=self, key=key)), kind)
-        self.parser.add_instantiator(carrying(default_class_instantiator), object)
+        self.parser.add_instantiator(carrying(lambda kind, *args, **kwargs: kind(*args, **kwargs)), object)
 
     def instantiate_classes(self) -> None:
         """Build what the configuration names; an exception of its code arrives as it was raised."""

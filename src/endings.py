@@ -106,8 +106,8 @@ def results(trainer: Trainer) -> str:
             if call.best_model_score is not None:
                 step = step_in_name(Path(call.best_model_path))
                 text += f" (best {float(call.best_model_score):.4g} at step {step})"
-        if isinstance(call, EarlyStopping) and call.wait_count >= call.patience:
-            text += f"; ended by EarlyStopping: {call.monitor} has not improved in {call.wait_count} checks"
+        if isinstance(call, EarlyStopping) and call.stopping_reason_message:
+            text += f"; ended by EarlyStopping: {call.stopping_reason_message}"
     return text
 
 

@@ -12,7 +12,7 @@
 | 75  | somebody trains the run, or the disk cannot be read or written right now | later |
 | 76  | another rank went away amid a collective operation; its own code says why | by that |
 | 85  | a signal asked it to stop: the state is saved, and STOPPED is in the run directory | goes on |
-| 130 | Ctrl-C | goes on from the newest checkpoint |
+| 130 | Ctrl-C: the first, in training, saves as a signal does; the second leaves at once | by hand: it continues |
 | 137 | SIGKILL, by whomever | goes on from the newest checkpoint |
 | 143 | SIGTERM where nothing is saved, as in an evaluation (129, 138, 140: SIGHUP, SIGUSR1, 2) | begins anew |
 

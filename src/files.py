@@ -29,7 +29,8 @@ def replacing(path: Path) -> Iterator[Path]:
         sync(temporary)
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = str(path)  # a disk that is full names no file
+        if error.errno is not None:
+            error.filename = str(path)  # a disk that is full names no file
         raise
     finally:
         with suppress(OSError):  # a folder that is gone or read-only

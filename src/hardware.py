@@ -130,6 +130,7 @@ def local_cards(shape: Shape) -> list[Card]:
     return [Card(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in indices]
 
 
+HERE = "127.0.0.1"
 CHILD = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")  # what Lightning gives its processes
 
 
@@ -154,7 +155,7 @@ def process_environment(shape: Shape) -> ClusterEnvironment:
         os.environ["SLURM_NTASKS"], os.environ["SLURM_NNODES"] = str(shape.world_size), str(shape.num_nodes)
         os.environ["SLURM_NTASKS_PER_NODE"] = str(shape.devices)
         return SLURMEnvironment(auto_requeue=False)
-    if shape.num_nodes > 1 and not {"MASTER_ADDR", "NODE_RANK"} <= os.environ.keys():
+    if shape.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
         started = "one srun task" if layout else "one process"
         raise UserError(
             f"{shape} asked for, but this is {started} on one node: start it on every node, "
@@ -168,16 +169,19 @@ def process_environment(shape: Shape) -> ClusterEnvironment:
 def _refuse_left_over(shape: Shape) -> None:
     """Refuse what a launcher's variables in the environment would make this process wait for in silence."""
     there = {name: os.environ[name] for name in CHILD if name in os.environ}
-    if "LOCAL_RANK" in there and len(there) < len(CHILD):
+    if shape.world_size > 1 and "LOCAL_RANK" in there and len(there) < len(CHILD):
         missing = ", ".join(name for name in CHILD if name not in there)
         raise UserError(f"LOCAL_RANK is set and {missing} not: unset LOCAL_RANK, or start this with torchrun or srun")
-    if int(there.get("NODE_RANK", 0)) >= shape.num_nodes:
-        raise UserError(
-            f"NODE_RANK={there['NODE_RANK']} is set, and {shape} has node{'s 0 to' if shape.num_nodes > 1 else ''} "
-            f"{shape.num_nodes - 1}: unset NODE_RANK, or set it to the number of this node"
-        )
-    if shape.num_nodes == 1 and "LOCAL_RANK" not in there and "MASTER_ADDR" in there:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"  # one that another job has left leads to another machine
+    for name in ("NODE_RANK", "GROUP_RANK"):  # Lightning takes either for the number of this node
+        node = os.environ.get(name, "0")
+        if not node.isdecimal() or int(node) >= shape.num_nodes:
+            raise UserError(
+                f"{name}={node} is set, and {shape} has node{'s 0 to' if shape.num_nodes > 1 else ''} "
+                f"{shape.num_nodes - 1}: unset {name}, or set it to the number of this node"
+            )
+    if shape.num_nodes == 1 and "LOCAL_RANK" not in there and there.get("MASTER_ADDR", HERE) != HERE:
+        print(f"note: MASTER_ADDR={there['MASTER_ADDR']} is not used: the processes of one node meet on {HERE}")
+        os.environ["MASTER_ADDR"] = HERE
 
 
 def srun_layout() -> list[int]:

@@ -52,7 +52,12 @@ def restore() -> None:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Let a signal end the process while it waits inside of PyTorch, where no handler of Python's runs."""
+    """Let a signal end the process while it waits inside of PyTorch, where no handler of Python's runs.
+
+    One that has come before ends it now: nothing is trained yet, and the others may not come.
+    """
+    if _noted:
+        _leave(_noted)
     waits = [number for number in STOPS if signal.getsignal(number) is _note]
     for number in waits:
         signal.signal(number, signal.SIG_DFL)

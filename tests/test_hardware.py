@@ -205,7 +205,7 @@ def srun(tasks: int, nodes: int) -> dict[str, str]:
     [
         ({}, Shape("gpu", 1, 4), LightningEnvironment),
         ({}, Shape("cpu", 1, 1), LightningEnvironment),
-        ({"MASTER_ADDR": "node1", "NODE_RANK": "1"}, Shape("gpu", 2, 4), LightningEnvironment),
+        ({"MASTER_ADDR": "node1", "NODE_RANK": "1", "MASTER_PORT": "29500"}, Shape("gpu", 2, 4), LightningEnvironment),
         (torchrun(8, 2), Shape("gpu", 2, 4), TorchElasticEnvironment),
         (torchrun(1, 1), Shape("cpu", 1, 1), TorchElasticEnvironment),
         (srun(8, 2), Shape("gpu", 2, 4), SLURMEnvironment),
@@ -301,6 +301,8 @@ def test_tasks_that_lie_unevenly_are_refused(monkeypatch):
     ("left", "said"),
     [
         ({"NODE_RANK": "1"}, "NODE_RANK=1 is set, and 1 node × 2 CPU processes has node 0: unset NODE_RANK"),
+        ({"GROUP_RANK": "3"}, "GROUP_RANK=3 is set"),
+        ({"NODE_RANK": "abc"}, "NODE_RANK=abc is set"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set and WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT not"),
         ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "unset LOCAL_RANK"),
     ],
@@ -313,7 +315,16 @@ def test_what_another_launcher_has_left_is_refused(left, said, monkeypatch):
         process_environment(Shape("cpu", 1, 2))
 
 
-def test_another_machine_s_address_is_not_waited_for(monkeypatch):
-    """On one node the ranks meet on this machine."""
+def test_another_machine_s_address_is_not_waited_for(monkeypatch, capsys):
+    """On one node the ranks meet on this machine, and a note says that the variable has no effect."""
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
     assert process_environment(Shape("cpu", 1, 2)).main_address == "127.0.0.1"
+    assert "note: MASTER_ADDR=10.0.0.7 is not used" in capsys.readouterr().out
+
+
+def test_nodes_without_a_common_port_are_refused(monkeypatch):
+    """Without MASTER_PORT each node would choose one of its own and wait there."""
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
+    monkeypatch.setenv("NODE_RANK", "1")
+    with pytest.raises(UserError, match="start it on every node"):
+        process_environment(Shape("cpu", 2, 2))

@@ -134,7 +134,7 @@ def test_the_last_line_says_what_came_of_it(run_root: Path, capsys: pytest.Captu
     stop += ["--trainer.callbacks.patience", "1", "--trainer.callbacks.min_delta", "99"]
     fit(run_root, "early", *SMALL, *stop, "--trainer.max_steps", "40")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"run {run_root}")]
-    assert "ended by EarlyStopping: val/loss has not improved in 1 checks" in line
+    assert "ended by EarlyStopping: Monitored metric val/loss did not improve in the last 1 records" in line
     assert re.search(r"; val/accuracy 0\.\d+ \(best 0\.\d+ at step \d+\)", line)
     assert main(["fit", *CPU, *SMALL, "--trainer.fast_dev_run", "2"]) == 0
     assert "fast_dev_run: 2 batch(es)" in capsys.readouterr().out

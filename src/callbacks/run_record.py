@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,11 @@ class RunRecord(Callback):
             )
         device = trainer.strategy.root_device
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self.cards: list[str] = gather_objects(card)
+        ranks: list[tuple[str, str]] = gather_objects((socket.gethostname(), card))
+        self.cards = [card for _, card in ranks]
         refuse_mixed_cards(self.cards)
+        if len(ranks) > 1:
+            self.block += [(f"rank {rank}", f"{host}, {card}") for rank, (host, card) in enumerate(ranks)]
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
         self.facts = self.facts | {"card_memory_gib": memory}
         refuse_unshared(self.run.path)

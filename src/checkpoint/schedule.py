@@ -35,7 +35,7 @@ class CheckpointSettings:
     """
 
     every_n_steps: int = 500
-    every_n_minutes: float | None = 15.0
+    every_n_minutes: float | None = 10.0
     every_epoch: bool = False
     keep: int = 2
     keep_every_n_steps: int | None = None

@@ -96,5 +96,5 @@ def test_the_first_save_says_what_it_cost(tmp_path: Path, capsys: pytest.Capture
 def test_the_printed_bound_is_what_a_kill_can_lose(asynchronous: bool) -> None:
     """Steps that are trained while a state is being written are lost with it; in front of training there are none."""
     said = str(CheckpointSettings(every_n_steps=40, asynchronous=asynchronous))
-    assert said.startswith("every 40 steps or 15 min, whichever comes first (the most that a kill can lose")
+    assert said.startswith("every 40 steps or 10 min, whichever comes first (the most that a kill can lose")
     assert ("what is trained while a state is being written" in said) == asynchronous

@@ -152,7 +152,7 @@ def test_a_run_of_which_every_process_was_killed_tells_what_happened(tmp_path: P
     assert f"it was on {beat['host']}, process {processes[0].pid} in job 4711" in said["state"]
     assert said["train/loss"].count("at step") == 3
     assert re.match(r"step \d+, epoch \d+, \d+ of its 64 samples done, ", said["checkpoint"]), done.stdout
-    assert re.match(r"\d+ steps to be done again", said["lost"]), done.stdout
+    assert re.match(r"at least \d+ steps to be done again", said["lost"]), done.stdout
     assert "--run run" in said["continue"]
 
 
@@ -231,15 +231,30 @@ def test_a_terminal_that_is_gone_stops_a_run_that_is_not_under_nohup(tmp_path: P
 def test_a_process_that_waits_for_the_others_can_be_ended(tmp_path: Path, number: signal.Signals) -> None:
     """The wait is PyTorch's, in which no handler of Python's runs."""
     (process,) = srun(tmp_path, 1, 2, *TWO_RANKS, "--run", "run", ranks=(0,), MASTER_PORT=str(port := free_port()))
-    until = time.monotonic() + 120
-    while True:  # until it serves the store that the others are to come to
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    time.sleep(0.5)
-    process.send_signal(number)
-    code, output = ended(process)
+    try:
+        until = time.monotonic() + 120
+        while True:  # until it serves the store that the others are to come to
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        time.sleep(0.5)
+        process.send_signal(number)
+        code, output = ended(process)
+    finally:
+        process.kill()
     assert code == -number, output
+
+
+def test_a_signal_before_the_wait_for_the_others_ends_it(tmp_path: Path) -> None:
+    """One that comes while modules are imported is noted; nobody waits then for ranks that may not come."""
+    (process,) = srun(tmp_path, 1, 2, *TWO_RANKS, "--run", "run", ranks=(0,))
+    try:
+        time.sleep(1.0)  # within the imports
+        process.terminate()
+        code, output = ended(process)
+    finally:
+        process.kill()
+    assert code in (128 + signal.SIGTERM, -signal.SIGTERM), output

@@ -1,7 +1,9 @@
 """Two gloo processes, started by the real command under each launcher."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,12 +66,13 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 
 
 def test_plain_python_starts_both_and_gives_the_curve_of_one(plain: tuple[Path, str], single: list[float]) -> None:
-    """Two processes train as one does, and the start block says how the global batch is spread."""
+    """Two processes train as one does; the start block says how the global batch is spread, and where each rank is."""
     run, output = plain
     assert len(single) == 4
     assert losses(run) == pytest.approx(single, abs=1e-5)
     assert output.count("world size 2") == 1
     assert "8 = 4 micro × 1 accumulation × 2 devices" in output
+    assert re.findall(r"(?m)^rank (\d) +(\S+), CPU$", output) == [(str(rank), socket.gethostname()) for rank in (0, 1)]
     assert read_json(run / "manifest.json")["world_size"] == 2
 
 

@@ -745,14 +745,15 @@ def test_the_module_runs_too(write: Write) -> None:
 
 
 def test_importing_is_light(write: Write) -> None:
-    """Neither torch nor lightning nor src: over a cluster's network file system those take seconds."""
+    """Neither torch nor lightning: over a cluster's network file system those take seconds; of src only `secret`."""
     code = f"import pathlib, sys, slurm.cluster as c; c.load_cluster(root=pathlib.Path({str(write())!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code + "; print(*sys.modules)"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     top = {module.split(".")[0] for module in done.stdout.split()}
     assert "slurm" in top
-    assert not top & {"torch", "lightning", "src", "jsonargparse", "submitit", "numpy"}
+    assert not top & {"torch", "lightning", "jsonargparse", "submitit", "numpy"}
+    assert {module for module in done.stdout.split() if module.startswith("src.")} <= {"src.secret"}
 
 
 def test_as_a_script_it_hides_no_one_else_s_module(write: Write) -> None:
