@@ -73,12 +73,12 @@ class Restore(_CheckpointConnector):
         groups = self._groups
         reduced: dict[int, list[float]] = {}  # how far schedules had come down, of optimizers with another rate now
         for number, state in enumerate(self._loaded_checkpoint["optimizer_states"]):
-            saved = [group["lr"] for group in state["param_groups"]]
+            saved = [group.get("lr") for group in state["param_groups"]]
             unscheduled = number not in of and len(schedulers) < len(then["schedulers"])
             if self._update_groups(state["param_groups"], groups[number], then["optimizers"][number], unscheduled):
-                reduced[number] = [
-                    rate / was["lr"] for rate, was in zip(saved, then["optimizers"][number]["groups"], strict=False)
-                ]
+                rates = [group.get("lr") for group in then["optimizers"][number]["groups"]]
+                # A rate of 0 is a warm-up's beginning, which a schedule that follows a metric has none of.
+                reduced[number] = [rate / was if was else 1.0 for rate, was in zip(saved, rates, strict=False)]
         super().restore_optimizers_and_schedulers()
         for number, scheduler in enumerate(schedulers):
             before, built = then["schedulers"][number : number + 1] or [{}], now["schedulers"][number]

@@ -71,6 +71,7 @@ SCHEDULES = {
     "length": (lambda length: (sgd(), lambda o: schedules.CosineAnnealingLR(o, length)), 8, 30),
     "function": (lambda lr: (sgd(lr), lambda o: schedules.LambdaLR(o, lambda k: 1 / (1 + k))), 0.1, 0.03),
     "warm-up": (lambda warm: (sgd(), warmed_up(warm)), 2, 6),
+    "a warm-up from 0": (lambda lr: (sgd(lr), lambda o: schedules.LambdaLR(o, lambda k: k / 9)), 0.1, 0.03),
     "another schedule": (
         lambda make: (sgd(), make),
         lambda o: schedules.StepLR(o, 2),
