@@ -45,38 +45,30 @@ class TrainingCounts(Callback):
             _say(trainer, f"training ends after {total:g} batches, before the first validation (after {first:g})")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Check the first batch of this start.
-
-        Raises:
-            AgreedError: a batch size was asked for and the loader gives another.
-
-        """
+        """Compare the first batch of this start with the plan; manifest.json gets the batch that is trained."""
         if self._batches:
             return
         stated = [size for size in map(stated_batch_size, training_loaders(trainer)) if size]
         planned = self.plan.micro_batch_size if self.plan else None
         micro = planned if planned in stated else (stated or [count_samples(batch)])[0]
         sizes = torch.tensor([micro, int(micro != planned)], device=trainer.strategy.root_device)
-        everywhere, differ = trainer.strategy.reduce(sizes, reduce_op="sum").tolist()
-        if not everywhere or not differ:
+        per_pass, differ = trainer.strategy.reduce(sizes, reduce_op="sum").tolist()
+        if not per_pass or not differ:
             return
-        trained = everywhere * trainer.accumulate_grad_batches
+        trained = per_pass * trainer.accumulate_grad_batches
         text = (
             f"the training loader gives {micro} samples a pass{'' if planned is None else f', not {planned}'}: the "
-            f"global batch is {trained} = {everywhere} over {trainer.world_size} device(s) × "
+            f"global batch is {trained} = {per_pass} over {trainer.world_size} device(s) × "
             f"{trainer.accumulate_grad_batches} accumulation"
         )
-        if not stated:  # by the first dimension of its first tensor, which need not be the samples
-            if planned is not None:
-                _say(trainer, f"as far as the first batch tells, {text}")
-            return
-        if self.asked:
+        if stated and self.asked:
             raise AgreedError(
                 f"{self.asked} cannot be enforced: {text}; let the data module hand its batch_size to the loader as it "
                 "is, or leave the setting out"
             )
         if trainer.is_global_zero:
-            print(f"note: {text}", flush=True)
+            # Of a loader that states none: the first dimension of the first tensor, which need not be the samples.
+            print(f"note: {'' if stated else 'as far as the first batch tells, '}{text}", flush=True)
             planned_global = self.plan.global_batch_size if self.plan else None
             counted = {"global_batch_size": trained, "micro_batch_size": micro, "planned_batch_size": planned_global}
             self.run.write_json("manifest.json", self.run.read_json("manifest.json") | counted)

@@ -123,10 +123,13 @@ def test_data_that_takes_no_batch_size_is_refused_another(run_root: Path, capsys
     assert not run_root.exists()
 
 
-def test_a_guess_refuses_nothing(counted, capsys):
-    """A loader that states no batch size may have the samples in another dimension: a warning, no refusal."""
-    counted(Line(), Parts(), BatchPlan(8, 1, 1), "global_batch_size 8")
+@pytest.mark.parametrize("plan", [BatchPlan(8, 1, 1), None])
+def test_a_guess_refuses_nothing_and_is_kept(plan, counted, tmp_path, capsys):
+    """A loader that states no batch size may have the samples in another dimension: a note, and the counted number."""
+    counted(Line(), Parts(), plan, plan and "global_batch_size 8", accumulate_grad_batches=2)
     assert capsys.readouterr().out.count("as far as the first batch tells, the training loader gives 2 samples") == 1
+    manifest = read_json(tmp_path / "manifest.json")
+    assert [manifest[f"{name}_batch_size"] for name in ("global", "micro", "planned")] == [4, 2, plan and 8]
 
 
 @pytest.mark.parametrize("plan", [BatchPlan(4, 1, 1), None])
