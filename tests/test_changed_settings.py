@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 from src.cli import main
 from src.command_line import CONFIGS, class_parameters
-from tests.commands import CPU
+from tests.commands import CPU, TASK
+from tests.small_task import SmallModule
 
 # Another value for each, and whether it refuses, decides on the optimizer, or is the new module's own from then on.
 REFUSED, OPTIMIZER, MODULE = "refused", "optimizer", "module"
@@ -119,3 +121,42 @@ def test_a_changed_setting_takes_effect_or_is_refused(
     if kind == OPTIMIZER:
         assert main([*command(task, "other", 7), *change]) == 0
         assert optimizer(run) == optimizer(run_root / "other")
+
+
+class Several(SmallModule):
+    """SmallModule whose parameters are shared out among several optimizers."""
+
+    def __init__(self, optimizers: int = 1) -> None:
+        super().__init__()
+        self.count, self.automatic_optimization = optimizers, False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.trainer.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return [torch.optim.SGD(parameters[number :: self.count], 0.01) for number in range(self.count)]
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
+def test_another_number_of_optimizers_is_refused_in_one_line(
+    before: int, now: int, run_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With exit code 2, before a step is done; the run is resumed with the number it had."""
+    several = [*TASK, "--model", f"{__name__}.Several", "--trainer.gradient_clip_val", "null", "--run", "run"]
+
+    def fit(count: int, steps: int) -> int:
+        limits = ["--trainer.max_steps", str(steps), "--trainer.limit_val_batches", "1"]
+        return main(["fit", *CPU, *several, *limits, "--model.optimizers", str(count)])
+
+    assert fit(before, 2) == 0
+    (run_root / "run/DONE").unlink()
+    capsys.readouterr()
+    assert fit(now, 4) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert " and ".join(["SGD of 1 group(s)"] * before) in line
+    assert "--fresh" in line
+    assert fit(before, 4) == 0

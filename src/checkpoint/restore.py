@@ -13,7 +13,7 @@ from typing import Any
 from lightning import Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from src.checkpoint.contents import rebuild
 from src.errors import AgreedError
@@ -83,7 +83,9 @@ class Restore(_CheckpointConnector):
         for number, scheduler in enumerate(schedulers):
             before, built = then["schedulers"][number : number + 1] or [{}], now["schedulers"][number]
             names = _changed(before[0], built) if before[0] else {"class"}
-            if not names and of[number] not in reduced:
+            saved_rate = scheduler.optimizer.param_groups[0]["lr"]
+            another_function = not names and _gives_another_rate(scheduler)
+            if not names and of[number] not in reduced and not another_function:
                 continue
             self._say(built["class"], before[0], built, names)
             state = self._loaded_checkpoint["lr_schedulers"][number] if before[0] else {}
@@ -94,6 +96,9 @@ class Restore(_CheckpointConnector):
                     group["lr"] *= share
             else:
                 self._replay(scheduler, groups[of[number]], fresh[number], _position(state))
+                if another_function:
+                    rate = scheduler.optimizer.param_groups[0]["lr"]
+                    self._say(built["class"], {"lr": saved_rate}, {"lr": rate}, {"lr"})
 
     def _update_groups(self, saved: list[State], now: list[State], then: State, unscheduled: bool) -> bool:
         """Put what the configuration has changed into a saved optimizer state; return whether a rate is among it.
@@ -201,6 +206,20 @@ def _is_plain(value: Any) -> bool:
 
 def _changed(before: State, now: State) -> set[str]:
     return {name for name in now if name in before and before[name] != now[name]}
+
+
+def _gives_another_rate(scheduler: Any) -> bool:
+    """Return whether a restored LambdaLR now has a function that gives another rate at the same position.
+
+    Its functions are not in its state. Other schedules derive each rate from the one before, which a module may have
+    set by hand, so that a difference would say nothing.
+    """
+    if hasattr(scheduler, "_schedulers"):
+        return any(_gives_another_rate(inner) for inner in scheduler._schedulers)
+    if type(scheduler) is not LambdaLR or scheduler.last_epoch < 0:  # below 0: its turn in a sequence is yet to come
+        return False
+    rates = [rate * of(scheduler.last_epoch) for rate, of in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    return [float(rate) for rate in rates] != [float(rate) for rate in scheduler._last_lr]
 
 
 def _position(state: State) -> int:

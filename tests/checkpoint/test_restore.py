@@ -64,12 +64,31 @@ def warmed_up(warm: int) -> Any:
     return build
 
 
+def followed_by(function: Any) -> Any:
+    def build(optimizer):
+        parts = [schedules.LinearLR(optimizer, 0.1, total_iters=2), schedules.LambdaLR(optimizer, function)]
+        return schedules.SequentialLR(optimizer, parts, milestones=[2])
+
+    return build
+
+
+def inverse(k: int) -> float:
+    return 1 / (1 + k)
+
+
+def inverse_root(k: int) -> float:
+    """Equal to `inverse` at 0, so that both are built with the same rate."""
+    return (1 + k) ** -0.5
+
+
 SCHEDULES = {
     "none": (lambda lr: (sgd(lr), None), 0.1, 0.03),
     "gamma": (lambda gamma: (sgd(), lambda o: schedules.ExponentialLR(o, gamma)), 0.9, 0.8),
     "rate of a schedule": (lambda lr: (sgd(lr), lambda o: schedules.ExponentialLR(o, 0.9)), 0.1, 0.03),
     "length": (lambda length: (sgd(), lambda o: schedules.CosineAnnealingLR(o, length)), 8, 30),
     "function": (lambda lr: (sgd(lr), lambda o: schedules.LambdaLR(o, lambda k: 1 / (1 + k))), 0.1, 0.03),
+    "function alone": (lambda f: (sgd(), lambda o: schedules.LambdaLR(o, f)), inverse, inverse_root),
+    "function alone, after a warm-up": (lambda f: (sgd(), followed_by(f)), inverse, inverse_root),
     "warm-up": (lambda warm: (sgd(), warmed_up(warm)), 2, 6),
     "a warm-up from 0": (lambda lr: (sgd(lr), lambda o: schedules.LambdaLR(o, lambda k: k / 9)), 0.1, 0.03),
     "another schedule": (
@@ -99,15 +118,23 @@ def test_a_changed_rate_or_schedule_takes_effect_at_its_position(name, tmp_path)
     assert same == [{key: group[key] for key in same[0]} for group in other.optimizers[0].param_groups]
 
 
-def test_unchanged_settings_restore_what_training_has_made_of_them(tmp_path):
-    """A rate that the module has set by hand stays, as no setting of it is another."""
+@pytest.mark.parametrize("schedule", [None, followed_by(inverse), lambda o: schedules.StepLR(o, 20)])
+def test_unchanged_settings_restore_what_training_has_made_of_them(schedule, tmp_path):
+    """A rate that the module has set by hand stays in the next step, as no setting of it is another."""
 
     class ByHand(Callback):
         def on_train_end(self, trainer, pl_module):
             trainer.optimizers[0].param_groups[0]["lr"] = 0.07
 
-    fit(Built(sgd()), 5, tmp_path / "a.ckpt", callbacks=[ByHand()])
-    assert fit(Built(sgd(weight_decay=0.5)), 7, tmp_path / "b.ckpt", tmp_path / "a.ckpt")[1] == [0.07, 0.07]
+    fit(Built(sgd(), schedule), 5, tmp_path / "a.ckpt", callbacks=[ByHand()])
+    assert fit(Built(sgd(weight_decay=0.5), schedule), 6, tmp_path / "b.ckpt", tmp_path / "a.ckpt")[1] == [0.07]
+
+
+def test_a_changed_function_of_a_schedule_is_said(tmp_path, capsys):
+    """No setting of its state shows it, so the line has the rate of before and of now."""
+    fit(Built(sgd(1.0), lambda o: schedules.LambdaLR(o, inverse)), 3, tmp_path / "a.ckpt")
+    fit(Built(sgd(1.0), lambda o: schedules.LambdaLR(o, inverse_root)), 4, tmp_path / "b.ckpt", tmp_path / "a.ckpt")
+    assert "note: LambdaLR continues with lr 0.25 -> 0.5\n" in capsys.readouterr().out
 
 
 def test_changed_options_of_an_optimizer_take_effect_and_its_moments_stay(tmp_path, capsys):
