@@ -12,15 +12,14 @@ from src.batch_plan import BatchPlan
 from src.callbacks.breaker_rules import BreakerSettings
 from src.callbacks.circuit_breaker import CircuitBreaker
 from src.callbacks.counts import TrainingCounts
-from src.callbacks.free_gradients import FreeGradients
 from src.callbacks.frozen import Frozen
-from src.callbacks.garbage import FreezeGarbage
 from src.callbacks.global_batch import GlobalBatch
 from src.callbacks.heartbeat import Heartbeat
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.preemption import Preemption
 from src.callbacks.progress import Progress
 from src.callbacks.run_record import RunRecord
+from src.callbacks.step_costs import FreeGradients, FreezeGarbage
 from src.callbacks.throughput import Throughput
 from src.callbacks.watchdog import Watchdog
 from src.checkpoint.best import SaveBest
