@@ -18,9 +18,6 @@ from typing import Any
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
-    from src.installed import need
-
-    need("yaml")
 
 from slurm import nccl, syntax
 from slurm.errors import LaunchError, Parser

@@ -25,10 +25,8 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
     from src import streams
-    from src.installed import need
 
     streams.outlast_readers()
-    need("submitit", "yaml")
 
 from slurm import fallen, sbatch
 from slurm.cluster import load_cluster

@@ -27,10 +27,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     from src import streams
-    from src.installed import need
 
     streams.outlast_readers()
-    need("torch", "lightning", "jsonargparse")
 
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import LightningEnvironment

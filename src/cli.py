@@ -4,74 +4,83 @@
     python -m src.cli test --config configs/cpu.yaml --run NAME
 
 `configs/defaults.yaml` comes first, then the task, then every --config in order, then the options of the command line.
+The callbacks of every training are listed in `ProjectCLI.training_callbacks`.
 """
 
-import functools
 import os
-import shlex
-import signal
+import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # what follows takes seconds, on a network's file system many: a signal is noted meanwhile
-    from src import installed, signals, streams
+if __name__ == "__main__":  # the imports below take seconds, on a network's file system many
+    from src import signals, streams
 
+    signals.listen_while_importing()
     streams.outlast_readers()
-    installed.need("torch", "lightning", "jsonargparse")
-    signals.listen()
 
 import torch
 import yaml
-from jsonargparse import ActionYesNo, ArgumentError, Namespace
+from jsonargparse import ActionYesNo
 from jsonargparse.typing import PositiveFloat
-from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
-from lightning.pytorch.plugins.io import CheckpointIO
+from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar, Timer
+from lightning.pytorch.cli import LightningArgumentParser
 
 from src import exit_codes, signals, stopped
 from src.agreement import agree
-from src.attach import Wanted, attach, watch
-from src.batching import in_micro_batches, stop_workers
+from src.batching import stop_workers
 from src.callbacks.breaker_rules import BreakerSettings
+from src.callbacks.circuit_breaker import CircuitBreaker
+from src.callbacks.counts import TrainingCounts
 from src.callbacks.ema import EMA
+from src.callbacks.frozen import Frozen
+from src.callbacks.global_batch import GlobalBatch
+from src.callbacks.heartbeat import Heartbeat
+from src.callbacks.loss_scale import LossScale
 from src.callbacks.out_of_memory import OutOfMemory
 from src.callbacks.predictions import WritePredictions
 from src.callbacks.preemption import Preemption
+from src.callbacks.progress import Progress
+from src.callbacks.run_record import RunRecord
+from src.callbacks.step_costs import FreeGradients, FreezeGarbage
+from src.callbacks.throughput import Throughput
+from src.callbacks.watchdog import Watchdog
 from src.changes import ESSENTIAL
+from src.checkpoint.best import SaveBest
+from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
-from src.command_line import config_files, explain, raised_by_import, with_defaults
-from src.endings import complain, crash, results, run_to_its_end
+from src.command_line import config_files
+from src.endings import leave, out_of_time, report, results, run_to_its_end
 from src.errors import NotSavedError, Stopped, UserError
 from src.files import write_text
 from src.hangs.debug import debug_collectives
+from src.hangs.dump import record_collectives
 from src.hangs.limit import WatchdogSettings, fit_timeouts
+from src.lightning_cli import StrictCLI
 from src.lock import release
-from src.precision import BF16Mixed
+from src.loggers import keep_wandb_run, run_loggers
 from src.preparation import prepare_environment, prepare_yaml, quieten
 from src.resolution import asked_batch, resolve
 from src.run import Run, find_run, open_run
-from src.start import block as start_block
-from src.start import continue_command, refuse_without_data
-from src.start import facts as start_facts
-from src.strategies import is_ours
+from src.start import finished_text, manifest_facts, refuse_without_data, resume_command, start_lines
 from src.strategies.fsdp import choose_format
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
-from src.trainer import ProjectTrainer
+from src.trainer import ProjectTrainer, as_list, trainer_settings
 
 OF_ONE_START = ("run", "allow_changed", "fresh", "output")  # options that are no part of an experiment
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 1 crashed, 2 bad input; all: src/exit_codes.py).
+    """Run one command; return its exit code (0 done, 1 crashed, 2 bad input; all: src/exit_codes.py).
 
     A hang ends the process from the watchdog's thread. The process has its own signal handlers afterwards.
     """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # before training, where nothing is to be saved
+        return exit_codes.INTERRUPTED
     finally:
         signals.restore()
 
@@ -83,50 +92,33 @@ def _run(argv: list[str]) -> int:
     prepare_yaml()
     try:
         cli = ProjectCLI(argv)
-    except UserError as error:
-        return complain(error)
     except Exception as error:
-        return crash(error)
+        return report(error)
     code = run_to_its_end(cli)
+    if code == exit_codes.BAD_INPUT:
+        cli.remove_new_run()
     if code not in (exit_codes.DONE, exit_codes.STOPPED):
-        cli.leave(code)
-        return code
-    if torch.distributed.is_initialized():
+        leave(cli.trainer, code)
+    elif torch.distributed.is_initialized():
         # A group that is left to the interpreter's exit can abort a run that was perfect.
         torch.distributed.destroy_process_group()
     return code
 
 
-class Carried(BaseException):
-    """Takes an exception through code that catches every Exception."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-class ProjectCLI(LightningCLI):
-    """Parse, resolve what depends on the machine, build, open the run, go: in this order."""
+class ProjectCLI(StrictCLI):
+    """Parse, resolve what depends on the machine, build; then open the run and train, or evaluate: in this order."""
 
     def __init__(self, argv: list[str]) -> None:
-        self.argv = argv
-        self.again = "the same command"  # with --run, as soon as there is a run
+        self.run: Run | None = None
+        self.resume_command = "the same command"  # with --run, as soon as there is a run
         self.memory = OutOfMemory()
         self.exit_code = exit_codes.DONE
-        strict = {"exit_on_error": False, "allow_abbrev": False}
-        super().__init__(
-            args=with_defaults(argv),
-            trainer_class=ProjectTrainer,
-            save_config_callback=None,  # it refuses to continue a run; open_run keeps the configuration
-            seed_everything_default=42,
-            parser_kwargs=strict | {name: dict(strict) for name in self.subcommands()},
-            auto_configure_optimizers=False,  # optimizers belong to the module
-        )
+        super().__init__(argv, trainer_class=ProjectTrainer, seed_everything_default=42)
 
     # --- parse ---
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The settings beside trainer, model and data."""
+        """Add the settings beside trainer, model and data."""
         parser.add_argument(
             "--task", type=str | None, default=None, help="configs/tasks/<task>.yaml, if no model is named"
         )
@@ -163,139 +155,75 @@ class ProjectCLI(LightningCLI):
         )
         parser.add_argument("--debug_collectives", type=bool, default=False, help="NCCL and PyTorch report at INFO")
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse strictly; an error becomes one line, but for one of a module that is imported for its class."""
-        try:
-            self.config = parser.parse_args(args)
-        except ArgumentError as error:
-            if own := raised_by_import(error):
-                raise own from None
-            inner = self._subcommand_parsers.get(args[0], parser)
-            raise UserError(explain(error, inner, self.argv)) from error
-
-    def _parse_ckpt_path(self) -> None:
-        """Lightning would let the checkpoint's hyperparameters override explicit options here."""
-
     # --- resolve ---
 
     def before_instantiate_classes(self) -> None:
         """Find out what this machine makes of the configuration; refuse what cannot be."""
-        self.config_text = self._dump_for_run()
-        self.here = resolve(self.settings, config_files(self.argv))
-        self.here.notes += debug_collectives(self.argv) if self.settings.debug_collectives else []
-        if self.here.plan is not None:
-            self.settings.data.init_args.batch_size = self.here.plan.micro_batch_size
-
-    @property
-    def command(self) -> str:
-        """fit, validate, test or predict."""
-        assert self.subcommand is not None
-        return self.subcommand
-
-    @property
-    def settings(self) -> Namespace:
-        """The merged configuration of the subcommand."""
-        return self.config[self.command]
-
-    def _dump_for_run(self) -> str:
-        """The configuration as given, without the run's name: fed back with --config it starts a run of its own."""
-        config = self.settings.clone()
-        config.pop("config", None)
-        for name in OF_ONE_START:
-            config[name] = self._parser(self.subcommand).get_default(name)
-        return self._parser(self.subcommand).dump(config, skip_validation=True)
+        self.config_text = self.dump(without=OF_ONE_START)  # fed back with --config it starts a run of its own
+        self.resolved = resolve(self.settings, config_files(self.argv))
+        self.resolved.notes += debug_collectives(self.argv) if self.settings.debug_collectives else []
+        if self.resolved.plan is not None:
+            self.settings.data.init_args.batch_size = self.resolved.plan.micro_batch_size
 
     # --- build ---
 
-    def _add_instantiators(self) -> None:
-        """Let what a class raises that the configuration names pass the parser, which would reword it."""
-
-        def carrying(instantiate: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(instantiate)
-            def call(class_type: type, *args: Any, **kwargs: Any) -> Any:
-                try:
-                    return instantiate(class_type, *args, **kwargs)
-                except Exception as error:
-                    if not self.building:  # later, by a factory that the module was given
-                        raise
-                    raise Carried(error) from None
-
-            return call
-
-        for key, kind in (("model", LightningModule), ("data", LightningDataModule)):
-            self.parser.add_instantiator(carrying(_InstantiatorFn(cli=self, key=key)), kind)
-        self.parser.add_instantiator(carrying(lambda kind, *args, **kwargs: kind(*args, **kwargs)), object)
-
-    def instantiate_classes(self) -> None:
-        """Build what the configuration names; an exception of its code arrives as it was raised."""
-        self.building, error = True, None
-        try:
-            super().instantiate_classes()
-        except Carried as carried:
-            error = carried.error
-        self.building = False
-        if error:  # here, where no other is being handled: its own traceback says all
-            raise error
-
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """The Trainer with what was resolved; loggers and our callbacks join when the run directory is known."""
-        config = self.config_init[self.command].trainer
-        callbacks = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
-        plugins = [
-            plugin for plugin in (config.plugins if isinstance(config.plugins, list) else [config.plugins]) if plugin
-        ]
-        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-            plugins.append(WholeFiles())
-        ours = is_ours(self.here.strategy if isinstance(self.here.strategy, str) else config.strategy)
-        if own_precision := ours and self.here.precision.value == "bf16-mixed":
-            plugins.append(BF16Mixed("bf16-mixed", "cuda" if self.here.shape.accelerator == "gpu" else "cpu"))
-        own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        """Build the Trainer with what was resolved; the run's loggers and callbacks join it when there is a run."""
         given = self.config_init[self.command]
-        self.wanted = Wanted(
-            progress=config.enable_progress_bar is not False and not own_bar,
-            loggers=config.logger is not False,
-            checkpoints=given.checkpoint if config.enable_checkpointing is not False else None,
-            breaker=given.breaker,
-            plan=self.here.plan,
-            asked=asked_batch(self.settings),
-        )
-        # Lightning's Timer asks the other ranks in every step, and stops with an extra validation.
-        if config.max_time and self.wanted.checkpoints:
-            self.wanted.seconds = Timer(config.max_time)._duration
-        limits = self._training_limits(config)
-        counts = in_micro_batches(config.as_dict(), self.here.plan.accumulation) if self.here.plan else {}
-        trainer = super().instantiate_trainer(
-            accelerator=self.here.shape.accelerator,
-            devices=list(self.here.shape.indices) if self.here.shape.indices else self.here.shape.devices,
-            precision=None if own_precision else self.here.precision.value,
-            strategy=self.here.strategy if isinstance(self.here.strategy, str) else config.strategy,
-            accumulate_grad_batches=self.here.plan.accumulation if self.here.plan else config.accumulate_grad_batches,
-            plugins=[*plugins, self.here.environment],
-            logger=False if config.logger in (None, True) else config.logger,
-            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-            enable_progress_bar=own_bar,
-            enable_model_summary=config.enable_model_summary is True,
-            max_time=None if self.wanted.seconds else config.max_time,
-            **limits,
-            **counts,
-            **kwargs,
-        )
+        self.saves = given.trainer.enable_checkpointing is not False
+        limit = given.trainer.max_time if self.saves else None  # else Lightning's own Timer ends it
+        self.max_seconds = Timer(limit)._duration if limit else None
+        try:
+            trainer = super().instantiate_trainer(**trainer_settings(self.resolved, given.trainer), **kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:  # of Lightning's checks: the user's objects are built
+            raise UserError(str(error)) from error
         timeout = self.settings.collective_timeout_minutes
-        self.wanted.hang_limit, notes = fit_timeouts(trainer.strategy, timeout, given.watchdog)
-        self.here.notes += [*notes, *choose_format(trainer.strategy, given.checkpoint.format)]
+        self.hang_limit, notes = fit_timeouts(trainer.strategy, timeout, given.watchdog)
+        self.resolved.notes += [*notes, *choose_format(trainer.strategy, given.checkpoint.format)]
         return trainer
 
-    @staticmethod
-    def _training_limits(config: Namespace) -> dict[str, int]:
-        """One epoch where neither epochs, steps nor time are given (Lightning would train 1000)."""
-        if config.max_epochs is not None:
-            return {}
-        return {"max_epochs": -1 if config.max_steps > 0 or config.max_time is not None else 1}
+    def training_callbacks(self, run: Run, record: RunRecord, speed: Throughput) -> list[Callback]:
+        """Return the callbacks of every training, in the order in which their hooks are called.
+
+        To have one more in every run, add it here; in one run, name it in the configuration (trainer.callbacks): those
+        come before these.
+        """
+        given, folder = self.config_init["fit"], run.path / "checkpoints"
+        shown = given.trainer.enable_progress_bar is not False
+        shown = shown and not any(isinstance(callback, ProgressBar) for callback in as_list(given.trainer.callbacks))
+        loss = GlobalBatch()
+        breaker = CircuitBreaker(given.breaker, self.resume_command, folder if self.saves else None)
+        newest = SaveNewest(
+            folder, given.checkpoint, {"loss": loss}, speed.restart_clock, self.max_seconds, breaker.running_since
+        )
+        callbacks = [
+            self._watchdog(run, record),  # before whatever may hang
+            record,  # its checks come before all other work, and it sees every exception
+            Heartbeat(run.path),
+            TrainingCounts(run, self.resolved.plan, asked_batch(self.settings)),
+            FreeGradients(),
+            FreezeGarbage(),
+            Frozen(),
+            loss,
+            LossScale(),
+            # After what it judges and before saving, so that the end of a broken run is not saved.
+            breaker if given.breaker.enabled else None,
+            Preemption(lambda: newest.first_save_seconds, saves=True) if self.saves else Preemption(),
+            newest if self.saves else None,  # after the callbacks whose state it saves
+            SaveBest(folder, given.checkpoint, newest) if self.saves else None,
+            speed,  # after saving, which its clock leaves out
+            Progress(loss, speed) if shown else None,
+        ]
+        return [callback for callback in callbacks if callback is not None]
+
+    def _watchdog(self, run: Run, record: RunRecord | None = None) -> Watchdog | None:
+        record_collectives(run.path)
+        if self.hang_limit is None:
+            return None
+        tell = None if record is None else lambda text: record.write(self.trainer, "hung", text)
+        return Watchdog(self.hang_limit, run.path, tell, self.resume_command)
 
     # --- go ---
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Lightning calls this at the end of __init__; `run_subcommand` does it when `main` asks for it."""
 
     def run_subcommand(self) -> None:
         """Train or evaluate in a run directory."""
@@ -304,125 +232,139 @@ class ProjectCLI(LightningCLI):
             checkpoint_activations(self.model)
         if self.settings.compile:
             compile_blocks(self.model)
-        self.trainer.callbacks.insert(0, self.memory)  # type: ignore[attr-defined]
+        self.trainer.callbacks.insert(0, self.memory)  # type: ignore[attr-defined]  # it measures before others free
         arguments = self._prepare_subcommand_kwargs(self.command)
         if (path := arguments["ckpt_path"]) and not Path(path).is_file():
             use = "is continued by its name alone, --run" if self.command == "fit" else "has its best: --run NAME"
             raise UserError(f"--ckpt_path {path}: no such file; a run {use}")
         # Tensors and plain types: a checkpoint must not run code, unless the user trusts this one.
-        arguments["weights_only"] = arguments["weights_only"] is not False or not arguments["ckpt_path"]
+        arguments["weights_only"] = arguments["weights_only"] is not False or not path
         try:
-            if self.command == "fit" and self.settings.trainer.fast_dev_run:
-                self.trainer.callbacks.append(Preemption())  # type: ignore[attr-defined]
-                self.trainer.fit(**arguments)
-                if self.trainer.is_global_zero:
-                    steps = self.settings.trainer.fast_dev_run
-                    print(f"fast_dev_run: {int(steps)} batch(es) of training and validation, and nothing is kept of it")
-            elif self.command == "fit":
-                self._fit(arguments)
-            else:
+            if self.command != "fit":
                 self._evaluate(arguments)
+            elif self.settings.trainer.fast_dev_run:
+                self._try_out(arguments)
+            else:
+                self._fit(arguments)
         finally:
-            self.stop_workers()
+            trainer = self.trainer
+            stop_workers([trainer.train_dataloader, trainer.val_dataloaders])
+            stop_workers([trainer.test_dataloaders, trainer.predict_dataloaders])
             release()
             signals.forget()
 
-    def leave(self, code: int) -> None:
-        """Where other ranks wait, leave at once: tearing down a process group that one rank has left can hang."""
-        if not torch.distributed.is_initialized() or self.trainer.world_size == 1:
-            return
-        kill = getattr(self.trainer.strategy.launcher, "kill", None)
-        if kill is not None:
-            kill(signal.SIGKILL)  # the processes that this one has started
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    def stop_workers(self) -> None:
-        """End the loaders' processes, so that the command ends when it is done."""
-        trainer = self.trainer
-        for loaders in (trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders):
-            stop_workers(loaders)
-        stop_workers(trainer.predict_dataloaders)
+    def remove_new_run(self) -> None:
+        """Remove the folder that this start has made, where training was refused before its first step."""
+        run = self.run
+        if run and run.state == "new" and self.trainer.global_step == 0 and self.trainer.is_global_zero:
+            shutil.rmtree(run.path, ignore_errors=True)
 
     def _fit(self, arguments: dict[str, Any]) -> None:
-        name, start = self.settings.run, arguments["ckpt_path"]
-        size = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3  # weights and two Adam moments
-        facts = start_facts(self.model, self.here, self.trainer, self.settings)
-        # Beside the newest the best, and one that is being written: the old one goes when the new one is there.
-        count = self.settings.checkpoint.keep + 2 if self.wanted.checkpoints else 0
-        choice = {"allowed": self.settings.allow_changed, "fresh": self.settings.fresh, "checkpoints": count}
-        essentials = {name: facts[name] for name in ESSENTIAL}
-        run = agree(
-            self.trainer,
-            lambda: open_run(name, facts["task"], self.config_text, size, essentials=essentials, **choice),
-        )
+        facts = manifest_facts(self.model, self.resolved, self.trainer, self.settings)
+        self.run = run = agree(self.trainer, lambda: self._open_run(facts))
         if run.state == "finished":
             if self.trainer.is_global_zero:
-                print(f"run {run.name} is finished (step {run.step}), nothing to do: {run.folder}")
-                further = f"rm {shlex.quote(str(run.path / 'DONE'))} && {continue_command(self.argv, run)}"
-                print("".join(f"note: {note}; to train it further: {further}\n" for note in run.notes), end="")
+                print(finished_text(run, self.argv))
             return
-        if run.checkpoint and start:
-            self.here.notes.append(f"--ckpt_path is not used: the run has checkpoints of its own, {run.checkpoint}")
-        arguments["ckpt_path"] = run.checkpoint = run.checkpoint or start
-        self.again = continue_command(self.argv, run)
-        saves = str(self.wanted.checkpoints) if self.wanted.checkpoints else None
-        block = start_block(run, facts, self.here, self.settings, saves, self.again)
-        record, end = attach(self.trainer, run, self.wanted, facts, block, self.again), "finished"
+        if run.checkpoint and (given := arguments["ckpt_path"]):
+            self.resolved.notes.append(f"--ckpt_path {given} is not used: the run has its own, {run.checkpoint}")
+        arguments["ckpt_path"] = run.checkpoint = run.checkpoint or arguments["ckpt_path"]
+        self.resume_command = resume_command(self.argv, run)
+        record, end = self._join_run(run, facts), "finished"
         try:
             self.trainer.fit(**arguments)
-            # A Timer that the user brought ends this start, too.
-            clocks = [call for call in self.trainer.callbacks if isinstance(call, Timer)]  # type: ignore[attr-defined]
-            if any((left := clock.time_remaining()) is not None and left <= 0 for clock in clocks):
+            if out_of_time(self.trainer):
                 end = "stopped by max_time"
-            record.write(self.trainer, end)
         except Stopped as stop:
             end = f"stopped by {stop}"  # this start, not the run
-            record.write(self.trainer, end)  # with the checkpoint of its end
             self.exit_code = stopped.exit_code(str(stop), self.trainer.global_rank)
         except NotSavedError as error:  # of a validation that was cut off, too, which the record calls a stop
             record.write(self.trainer, "not saved", str(error))
             raise
-        if not self.trainer.is_global_zero:
-            return
-        again = "" if end == "finished" else f"; continue with: {self.again}"
-        if end == "finished":
-            write_text(run.path / "DONE", f"{self.trainer.global_step}\n")
-        print(f"run {run.folder} {end} at step {self.trainer.global_step}{results(self.trainer)}{again}")
+        record.write(self.trainer, end)  # with the checkpoint of its end
+        if self.trainer.is_global_zero:
+            if end == "finished":
+                write_text(run.path / "DONE", f"{self.trainer.global_step}\n")
+            resume = "" if end == "finished" else f"; continue with: {self.resume_command}"
+            print(f"run {run.folder} {end} at step {self.trainer.global_step}{results(self.trainer)}{resume}")
+
+    def _open_run(self, facts: dict[str, Any]) -> Run:
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return open_run(
+            self.settings.run,
+            facts["task"],
+            self.config_text,
+            weights * 3,  # and Adam's two moments
+            # Beside the newest the best, and one that is being written: the old one goes when the new one is there.
+            checkpoints=self.settings.checkpoint.keep + 2 if self.saves else 0,
+            essentials={name: facts[name] for name in ESSENTIAL},
+            allowed=self.settings.allow_changed,
+            fresh=self.settings.fresh,
+        )
+
+    def _join_run(self, run: Run, facts: dict[str, Any]) -> RunRecord:
+        """Give the Trainer the run's folder, loggers and callbacks; return the callback that keeps the record."""
+        given, trainer = self.config_init["fit"], self.trainer
+        trainer._default_root_dir = run.folder  # type: ignore[attr-defined]  # what Lightning's callbacks write by themselves
+        keep_wandb_run(run, trainer.loggers)
+        if given.trainer.logger is not False:
+            trainer.loggers = [*trainer.loggers, *run_loggers(run)]
+        saves = str(given.checkpoint) if self.saves else None
+        lines = start_lines(run, facts, self.resolved, self.settings, saves, self.resume_command)
+        speed = Throughput()
+        record = RunRecord(run, facts, lines, self.resume_command, speed)
+        self._add_callbacks(*self.training_callbacks(run, record, speed))
+        return record
+
+    def _try_out(self, arguments: dict[str, Any]) -> None:
+        self._add_callbacks(Preemption())
+        self.trainer.fit(**arguments)
+        if self.trainer.is_global_zero:
+            steps = int(self.settings.trainer.fast_dev_run)
+            print(f"fast_dev_run: {steps} batch(es) of training and validation, and nothing is kept of it")
 
     def _evaluate(self, arguments: dict[str, Any]) -> None:
-        model, path = yaml.safe_load(self.config_text).get("model"), arguments["ckpt_path"]
-        if path and self.settings.run is None:
-            folder = Path(path).resolve().parent
-            run = Run(str(folder.parent if folder.name == "checkpoints" else folder), "evaluated", path)
-        else:
-            run = agree(self.trainer, lambda: find_run(self.settings.run, model))
-        arguments["ckpt_path"] = path or run.checkpoint
-        self.again = continue_command(self.argv, run)
-        if not any(isinstance(callback, EMA) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
-            self.trainer.callbacks += [EMA()]  # type: ignore[attr-defined]  # a file's average is what is evaluated
-        watchers = watch(self.trainer, run, self.wanted, self.again)
-        self.trainer.callbacks += [*watchers, Preemption()]  # type: ignore[attr-defined]
+        run = self._run_to_evaluate(arguments["ckpt_path"])
+        arguments["ckpt_path"] = run.checkpoint
+        self.resume_command = resume_command(self.argv, run)
         folder = Path(self.settings.output) if self.settings.output else run.path
         if self.command == "predict":
             if not os.access(folder, os.W_OK):
                 raise UserError(f"the predictions cannot be written to {folder}: name another folder with --output")
             arguments["return_predictions"] = False
-            self.trainer.callbacks += [WritePredictions(folder / "predictions.pt")]  # type: ignore[attr-defined]
+        callbacks = [
+            # The weights' average, where the checkpoint has one, is what is evaluated.
+            None if any(isinstance(callback, EMA) for callback in self.trainer.callbacks) else EMA(),  # type: ignore[attr-defined]
+            self._watchdog(run),
+            Preemption(),
+            WritePredictions(folder / "predictions.pt") if self.command == "predict" else None,
+        ]
+        self._add_callbacks(*(callback for callback in callbacks if callback is not None))
         if self.trainer.is_global_zero:
-            print(f"{self.command}: {arguments['ckpt_path']}")
-            print("".join(f"note: {note}\n" for note in self.here.notes), end="")
+            print(f"{self.command}: {run.checkpoint}")
+            print("".join(f"note: {note}\n" for note in self.resolved.notes), end="")
         if isinstance(files := self.trainer.strategy.checkpoint_io, WholeFiles):
             files.lazily = ("optimizer_states",)  # nobody asks for it: of a checkpoint in parts it stays on the disk
         metrics = getattr(self.trainer, self.command)(**arguments)
         if self.trainer.is_global_zero and metrics:
             merged = {key: value for part in metrics for key, value in part.items()}
-            result = {"checkpoint": arguments["ckpt_path"], "metrics": merged}
+            result = {"checkpoint": run.checkpoint, "metrics": merged}
             try:
                 Run(str(folder), "evaluated").write_json(f"{self.command}.json", result)
             except OSError as error:
                 print(f"note: {folder} takes no {self.command}.json ({error.strerror}); --output FOLDER names another")
+
+    def _run_to_evaluate(self, path: str | None) -> Run:
+        if path and self.settings.run is None:
+            folder = Path(path).resolve().parent
+            return Run(str(folder.parent if folder.name == "checkpoints" else folder), "evaluated", path)
+        model = yaml.safe_load(self.config_text).get("model")
+        run = agree(self.trainer, lambda: find_run(self.settings.run, model))
+        run.checkpoint = path or run.checkpoint
+        return run
+
+    def _add_callbacks(self, *callbacks: Callback) -> None:
+        self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -20,10 +20,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     from src import streams
-    from src.installed import need
 
     streams.outlast_readers()
-    need("torch", "lightning", "jsonargparse")
 
 import torch
 

@@ -1,8 +1,9 @@
-"""How a command ends: what it says then, and its exit code (all of them: src/exit_codes.py)."""
+"""Turn the way a command ends into its last lines and its exit code (all of them: src/exit_codes.py)."""
 
 import os
 import pickle
 import re
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -10,20 +11,26 @@ from typing import Any
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from src import exit_codes
 from src.checkpoint.best import SaveBest
 from src.checkpoint.files import step_in_name
-from src.errors import AgreedError, TrippedError, UserError, from_settings, hint, of_a_file
+from src.errors import AgreedError, TrippedError, UserError, hint, of_a_file
 from src.memory import is_out_of_memory
 from src.out_of_memory import explain as explain_memory
 from src.ranks import lost_a_rank
 from src.strategies.launcher import ended_badly
 
+# Where Lightning refuses a setting with a plain ValueError or RuntimeError: `val_check_interval` beyond the epoch,
+# EarlyStopping on a metric that nobody logs. What the user's code raises there comes from a function of its own.
+REFUSALS = {_FitLoop.setup_data.__code__, EarlyStopping._validate_condition_metric.__code__}
+
 
 def run_to_its_end(cli: Any) -> int:
-    """The subcommand of a ProjectCLI, with every way it can end as an exit code."""
+    """Run the subcommand of a ProjectCLI; return the exit code, whichever way it ends."""
     try:
         cli.run_subcommand()
     except AgreedError as error:
@@ -38,17 +45,18 @@ def run_to_its_end(cli: Any) -> int:
         interrupted = isinstance(stop.__context__, KeyboardInterrupt)
         code = exit_codes.INTERRUPTED if interrupted else _exit_code(stop)
         if cli.trainer.is_global_zero:
-            print(f"interrupted at step {cli.trainer.global_step}; continue with: {cli.again}", file=sys.stderr)
+            step, resume = cli.trainer.global_step, cli.resume_command
+            print(f"interrupted at step {step}; continue with: {resume}", file=sys.stderr)
         return code
     except Exception as error:
-        facts = (cli.memory, cli.trainer, cli.model, cli.here, cli.settings, cli.again)
-        code = explain_memory(error, *facts) or crash(error)
+        facts = (cli.memory, cli.trainer, cli.model, cli.resolved, cli.settings, cli.resume_command)
+        code = explain_memory(error, *facts) or report(error)
         return _of_the_lost(cli.trainer.strategy.launcher) if code == exit_codes.LOST_A_RANK else code
     return cli.exit_code
 
 
 def _of_the_lost(launcher: object) -> int:
-    """The code of the rank that went away, where this one has started it: the command ends as that did."""
+    """Return the failed child's exit code, so that the command ends with it."""
     ended = ended_badly(launcher)
     for rank, code in ended.items():
         print(f"local rank {rank} ended with exit code {code}", file=sys.stderr)
@@ -56,45 +64,63 @@ def _of_the_lost(launcher: object) -> int:
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """As Python has it: a text is printed and counts as 1."""
+    """Return the code as Python has it: a text is printed and counts as 1."""
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or 0
     print(stop.code, file=sys.stderr)
     return exit_codes.CRASHED
 
 
-def crash(error: Exception) -> int:
-    """One line for what is not the code's fault, else the traceback and what may help."""
-    if isinstance(error.__cause__, UserError):  # jsonargparse puts a page around what a class's __init__ says
-        return complain(error.__cause__)
-    if is_out_of_memory(error):
-        traceback.print_exc()
-        print("out of memory while the model and the data were built", file=sys.stderr)
-        return exit_codes.OUT_OF_MEMORY
+def report(error: Exception) -> int:
+    """Print one line for what is not the code's fault, else the traceback and a hint; return the exit code."""
+    if refused := as_user_error(error):
+        return complain(refused)
     if lost_a_rank(error):  # where this rank was says nothing
         what = " ".join(str(error).split())[:300]
         print(f"another rank went away, and this one ends with it ({what})", file=sys.stderr)
         return exit_codes.LOST_A_RANK
-    if refused := of_a_file(error):
-        return complain(refused)
-    if from_settings(error):
-        return complain(UserError(str(error)))
-    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
-        what = str(error).replace("\n", " ")
-        found = re.search(r"Unsupported global: GLOBAL (\S+)", what)
-        return complain(
-            UserError(
-                f"the checkpoint holds more than tensors and plain types ({found[1] if found else what[:200]}), and "
-                "loading that could run code: if you trust where it comes from, --weights_only false"
-            )
-        )
-    if "Error(s) in loading state_dict" in str(error):
-        text = f"the checkpoint is of another model, give the --model settings it was trained with: {error}"
-        return complain(UserError(text[:500]))
-    traceback.print_exc()
+    traceback.print_exception(error)
+    if is_out_of_memory(error):
+        print("out of memory while the model and the data were built", file=sys.stderr)
+        return exit_codes.OUT_OF_MEMORY
     if advice := hint(error):
         print(f"hint: {advice}", file=sys.stderr)
     return exit_codes.CRASHED
+
+
+def as_user_error(error: Exception) -> UserError | None:
+    """Return the line to print for bad input, a file that cannot be used or another model's checkpoint; else None."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error.__cause__, UserError):  # jsonargparse puts a page around what a class's __init__ says
+        return error.__cause__
+    if is_refused_setting(error):
+        return UserError(str(error))
+    if refused := of_a_file(error):
+        return refused
+    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
+        what = str(error).replace("\n", " ")
+        found = re.search(r"Unsupported global: GLOBAL (\S+)", what)
+        return UserError(
+            f"the checkpoint holds more than tensors and plain types ({found[1] if found else what[:200]}), and "
+            "loading that could run code: if you trust where it comes from, --weights_only false"
+        )
+    if "Error(s) in loading state_dict" in str(error):
+        text = f"the checkpoint is of another model, give the --model settings it was trained with: {error}"
+        return UserError(text[:500])
+    return None
+
+
+def is_refused_setting(error: Exception) -> bool:
+    """Return whether Lightning itself refuses a setting, by the error's class or by the function that raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, MisconfigurationException) or any(frame.f_code in REFUSALS for frame in frames[-1:])
+
+
+def out_of_time(trainer: Trainer) -> bool:
+    """Return whether a Timer that the user brought has ended training."""
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
+    return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers)
 
 
 def results(trainer: Trainer) -> str:
@@ -112,9 +138,21 @@ def results(trainer: Trainer) -> str:
 
 
 def complain(error: UserError) -> int:
-    """One line per node, since a node may differ from the others; every rank's once they have met."""
+    """Print one line per node, since a node may differ from the others; on every rank once they have met."""
     met = torch.distributed.is_initialized()
     launched = "LOCAL_RANK" if "WORLD_SIZE" in os.environ else "SLURM_LOCALID"  # else one that is left over
     if met or int(os.environ.get(launched, 0)) == 0:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
     return error.exit_code
+
+
+def leave(trainer: Trainer, code: int) -> None:
+    """Leave at once where other ranks wait: tearing down a process group that one rank has left can hang."""
+    if not torch.distributed.is_initialized() or trainer.world_size == 1:
+        return
+    kill = getattr(trainer.strategy.launcher, "kill", None)
+    if kill is not None:
+        kill(signal.SIGKILL)  # the processes that this one has started
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,9 +1,7 @@
 """Errors that a user can mend: one line on stderr and exit code 2, never a traceback."""
 
 import errno
-import operator
 import os
-import traceback
 from pathlib import Path
 
 from src import exit_codes
@@ -72,22 +70,6 @@ def of_a_file(error: BaseException) -> FileError | None:
     path = Path(str(error.filename)).resolve() if error.filename else None
     ours = path is not None and any(path.is_relative_to(place) for place in places)
     return FileError(error) if ours or error.errno in LATER else None
-
-
-def from_settings(error: Exception) -> bool:
-    """Return whether Lightning or the parser refuses a setting, with nobody's module on the way to it.
-
-    Such an error (`val_check_interval` beyond the epoch, EarlyStopping without a metric) is bad input, not a crash.
-    """
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException  # takes seconds: commands start fast
-
-    if not isinstance(error, ValueError | TypeError | RuntimeError | ArithmeticError | MisconfigurationException):
-        return False
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [name for name in modules if name not in ("contextlib", "functools", "__main__")]
-    theirs = [name.startswith(("lightning.", "jsonargparse.")) for name in modules]
-    ours = [name.startswith("src.") and not name.startswith(("src.tasks.", "src.models.")) for name in modules]
-    return any(theirs[-1:]) and all(map(operator.or_, theirs, ours))
 
 
 def hint(error: BaseException) -> str | None:

@@ -21,10 +21,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     from src import streams
-    from src.installed import need
 
     streams.outlast_readers()
-    need("torch", "lightning", "jsonargparse")
 
 from src.checkpoint.compare import differences, outcome
 from src.files import TEMPORARY

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from src import exit_codes
+
 # Preemption and scancel; by hand; the batch script's --signal, some time before the limit; a terminal that is gone;
 # Ctrl-C.
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
@@ -41,6 +43,13 @@ def listen(saves: bool = False) -> None:
             if number not in MAY_BE_IGNORED or there != signal.SIG_IGN:
                 _before.setdefault(number, there)
                 signal.signal(number, _note)
+
+
+def listen_while_importing() -> None:
+    """Listen, and let Ctrl-C end the process without the traceback of an import."""
+    listen()
+    if signal.getsignal(signal.SIGINT) is _note:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(exit_codes.INTERRUPTED))
 
 
 def restore() -> None:

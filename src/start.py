@@ -1,4 +1,4 @@
-"""What a start says about itself: the block at the top of its output, and the command that goes on with its run."""
+"""What a start says about itself: the lines at the top of its output, and the command that resumes its run."""
 
 import os
 import shlex
@@ -18,12 +18,7 @@ RESUME = "python slurm/jobs.py resume"
 
 
 def refuse_without_data(command: str, model: LightningModule, data: LightningDataModule | None) -> None:
-    """Refuse a command that has no data, before there is a run folder.
-
-    Raises:
-        UserError: neither the data module nor the model has the command's loader.
-
-    """
+    """Refuse a command that has no data, before there is a run folder."""
     hook = {"fit": "train", "validate": "val"}.get(command, command) + "_dataloader"
     sources = [source for source in (data, model) if source is not None]
     if not any(is_overridden(hook, source) for source in sources):
@@ -32,13 +27,13 @@ def refuse_without_data(command: str, model: LightningModule, data: LightningDat
 
 
 def task_name(model: LightningModule) -> str:
-    """`vision` for src.tasks.vision.VisionModule, the class's name for any other module."""
+    """Return `vision` for src.tasks.vision.VisionModule, the class's name for any other module."""
     path = type(model).__module__.split(".")
     return path[2] if path[:2] == ["src", "tasks"] else type(model).__name__
 
 
 def strategy_name(strategy: object) -> str:
-    """Its name where it has one, else its class and what it was given."""
+    """Return the strategy's name, or the class of an object with what it was given."""
     if strategy == "auto":
         return "one device, no process group"
     if isinstance(strategy, Namespace):  # as a configuration has it
@@ -47,8 +42,8 @@ def strategy_name(strategy: object) -> str:
     return strategy if isinstance(strategy, str) else type(strategy).__name__
 
 
-def continue_command(argv: list[str], run: Run) -> str:
-    """The command that goes on with this run, which is no fresh one then; of a job, the one that submits it again."""
+def resume_command(argv: list[str], run: Run) -> str:
+    """Return the command that resumes this run; of a job, the one that submits it again."""
     if stopped.READ_BY_SCRIPT in os.environ:
         return f"{RESUME} {shlex.quote(run.name)}"
     kept, skip = [], False
@@ -64,13 +59,22 @@ def continue_command(argv: list[str], run: Run) -> str:
 
 
 def with_options(command: str) -> str:
-    """A command that goes on with a run, such that options for training can be put behind it."""
+    """Return a resume command behind which options of training can be put."""
     return f"{command} --" if command.startswith(RESUME) else command
 
 
-def facts(model: LightningModule, here: Resolution, trainer: Trainer, settings: Namespace) -> dict[str, Any]:
-    """What manifest.json says beside code and machine."""
-    plan = here.plan
+def finished_text(run: Run, argv: list[str]) -> str:
+    """Return what to print where there is nothing to do, with how to train on if the configuration has changed."""
+    lines = [f"run {run.name} is finished (step {run.step}), nothing to do: {run.folder}"]
+    further = f"rm {shlex.quote(str(run.path / 'DONE'))} && {resume_command(argv, run)}"
+    return "\n".join(lines + [f"note: {note}; to train it further: {further}" for note in run.notes])
+
+
+def manifest_facts(
+    model: LightningModule, resolved: Resolution, trainer: Trainer, settings: Namespace
+) -> dict[str, Any]:
+    """Return what manifest.json holds beside code and machine."""
+    plan = resolved.plan
     return {
         "task": task_name(model),
         "model": type(model).__qualname__,
@@ -78,30 +82,30 @@ def facts(model: LightningModule, here: Resolution, trainer: Trainer, settings: 
         "global_batch_size": plan.global_batch_size if plan else None,
         "micro_batch_size": plan.micro_batch_size if plan else None,
         "accumulation": trainer.accumulate_grad_batches,
-        "precision": here.precision.value,
-        "precision_reason": here.precision.reason,
-        "strategy": strategy_name(here.strategy),
+        "precision": resolved.precision.value,
+        "precision_reason": resolved.precision.reason,
+        "strategy": strategy_name(resolved.strategy),
         "seed_everything": settings.seed_everything,
-        "world_size": here.shape.world_size,
+        "world_size": resolved.shape.world_size,
     }
 
 
-def block(
-    run: Run, facts: dict[str, Any], here: Resolution, settings: Namespace, saves: str | None, again: str
+def start_lines(
+    run: Run, facts: dict[str, Any], resolved: Resolution, settings: Namespace, saves: str | None, resume: str
 ) -> list[tuple[str, str]]:
-    """The lines, as (name, text)."""
+    """Return the lines of the start as (name, text)."""
     state = f"continues from step {run.step}: {Path(run.checkpoint or '').name}, {run.place}" if run.step else "new"
     if run.checkpoint and not run.step:
         state += f", starts from {run.checkpoint}"
-    batch = str(here.plan) if here.plan else f"as {class_name(settings.data or settings.model)}'s loaders say"
+    plan, shape = resolved.plan, resolved.shape
     return [
         ("run", f"{run.folder} ({state})"),
         ("task", f"{facts['task']}: {facts['model']}, {facts['parameters'] / 1e6:.2f} M parameters"),
-        ("devices", f"{here.shape}, world size {here.shape.world_size}"),
+        ("devices", f"{shape}, world size {shape.world_size}"),
         ("strategy", facts["strategy"]),
-        ("precision", f"{here.precision.value} ({here.precision.reason})"),
-        ("global batch", batch),
+        ("precision", f"{resolved.precision.value} ({resolved.precision.reason})"),
+        ("global batch", str(plan) if plan else f"as {class_name(settings.data or settings.model)}'s loaders say"),
         *([("saves", saves)] if saves else []),
-        ("continue", again),
-        *(("note", note) for note in here.notes + run.notes),
+        ("continue", resume),
+        *(("note", note) for note in resolved.notes + run.notes),
     ]

@@ -2,9 +2,17 @@
 
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning import Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.plugins.io import CheckpointIO
 
+from src.batching import in_micro_batches
 from src.checkpoint.restore import Restore
+from src.checkpoint.write import WholeFiles
+from src.precision import BF16Mixed
+from src.resolution import Resolution
+from src.strategies import is_ours
 
 
 class ProjectTrainer(Trainer):
@@ -34,3 +42,44 @@ class ProjectTrainer(Trainer):
         }
         super().__init__(*args, precision=precision, **limits, **kwargs)  # type: ignore[arg-type]  # resolved by then
         self._checkpoint_connector = Restore(self)
+
+
+def trainer_settings(resolved: Resolution, config: Namespace) -> dict[str, Any]:
+    """Return what the Trainer is given in place of the same settings of `config`, its group with objects built.
+
+    Loggers, the progress line, saving and the time limit are the run's callbacks (src/cli.py), so Lightning's own
+    defaults for them are off.
+    """
+    plan, shape = resolved.plan, resolved.shape
+    callbacks, plugins = as_list(config.callbacks), as_list(config.plugins)
+    strategy = resolved.strategy if isinstance(resolved.strategy, str) else config.strategy
+    precision: str | None = resolved.precision.value
+    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        plugins.append(WholeFiles())
+    if precision == "bf16-mixed" and is_ours(strategy):
+        plugins.append(BF16Mixed("bf16-mixed", "cuda" if shape.accelerator == "gpu" else "cpu"))
+        precision = None
+    settings = {
+        "accelerator": shape.accelerator,
+        "devices": list(shape.indices) if shape.indices else shape.devices,
+        "precision": precision,
+        "strategy": strategy,
+        "plugins": [*plugins, resolved.environment],
+        "logger": False if config.logger in (None, True) else config.logger,
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+        "enable_model_summary": config.enable_model_summary is True,
+        # Lightning's Timer asks the other ranks in every step, and stops with an extra validation.
+        "max_time": config.max_time if config.enable_checkpointing is False else None,
+    }
+    if config.max_epochs is None:  # one epoch where neither steps nor time are given; Lightning would train 1000
+        settings["max_epochs"] = -1 if config.max_steps > 0 or config.max_time is not None else 1
+    if plan:
+        settings |= in_micro_batches(config.as_dict(), plan.accumulation)
+        settings["accumulate_grad_batches"] = plan.accumulation
+    return settings
+
+
+def as_list(setting: Any) -> list[Any]:
+    """Return a setting that is one object, a list of them or None as a list."""
+    return [item for item in (setting if isinstance(setting, list) else [setting]) if item]

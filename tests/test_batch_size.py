@@ -124,7 +124,7 @@ def test_however_the_batch_was_said(given: list[str], options: list[str]) -> Non
     config = Settings(["fit", *CPU, *task, *given]).settings
     plan = batch_size.plan_here(config)
     assert (plan.global_batch_size, batch_options(config, plan, 4)) == (16, options)
-    again = ProjectCLI(["fit", *CPU, *task, *given, *options]).here.plan
+    again = ProjectCLI(["fit", *CPU, *task, *given, *options]).resolved.plan
     assert again is not None
     assert (again.micro_batch_size, again.global_batch_size) == (4, 16)
 

@@ -64,7 +64,7 @@ def test_a_preset_for_a_slot_leaves_room_for_the_start_and_the_last_save(
 ) -> None:
     """fast, 1hour, 3hour and full stop by themselves before the time that they are named for."""
     cli = ProjectCLI(["fit", *SMALL, "--config", f"configs/presets/{preset}.yaml"])
-    assert least < timedelta(seconds=cli.wanted.seconds or 0) < most
+    assert least < timedelta(seconds=cli.max_seconds or 0) < most
 
 
 def test_a_printed_configuration_can_be_fed_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from src import exit_codes
 from src.cli import main
-from src.errors import UserError, from_settings, hint, of_a_file
+from src.endings import is_refused_setting
+from src.errors import UserError, hint, of_a_file
 from src.strategies import NAMES
 from tests.commands import BORING, CPU, SMALL
 from tests.tiny import Line, loaders, quiet_trainer
@@ -93,9 +94,9 @@ def raised_by(function: Callable[[], Any]) -> Exception:
 
 def test_a_setting_that_lightning_refuses_is_no_crash():
     """Lightning's own complaint about an argument counts as bad input; a user's ValueError does not."""
-    assert from_settings(raised_by(lambda: Trainer(accelerator="cpu", limit_val_batches=1.5, logger=False)))
-    assert not from_settings(raised_by(lambda: int(raised_in_user_code())))
-    assert not from_settings(KeyError("lost"))
+    assert is_refused_setting(raised_by(lambda: Trainer(accelerator="cpu", limit_val_batches=1.5, logger=False)))
+    assert not is_refused_setting(raised_by(lambda: int(raised_in_user_code())))
+    assert not is_refused_setting(KeyError("lost"))
 
 
 def raised_in_user_code() -> int:

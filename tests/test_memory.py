@@ -313,7 +313,7 @@ class ByItself(SmallModule):
 def setup_for(*options: str) -> Setup:
     """What the command finds out about a configuration; a global batch of 8 on two ranks."""
     cli = ProjectCLI(["fit", *TWO, *TASK, "--global_batch_size", "8", *options])
-    return setup_of(cli.trainer, cli.model, cli.here, cli.settings)
+    return setup_of(cli.trainer, cli.model, cli.resolved, cli.settings)
 
 
 @pytest.mark.usefixtures("run_root")
@@ -383,8 +383,8 @@ def test_the_host_of_a_gpu_has_levers_of_its_own() -> None:
 def test_every_advice_is_a_valid_option(paste: str) -> None:
     """The command takes it, and makes of it what the advice says, with the global batch kept."""
     cli = ProjectCLI(["fit", *TWO, *TASK, "--global_batch_size", "16", *paste.split()])
-    assert cli.here.plan is not None
-    assert cli.here.plan.global_batch_size == 16
+    assert cli.resolved.plan is not None
+    assert cli.resolved.plan.global_batch_size == 16
     strategy: Any = cli.trainer.strategy
     assert getattr(strategy, "cpu_offload", False) == (OFFLOAD in paste)
     assert getattr(strategy, "sync_every_micro_batch", False) == (EACH in paste)

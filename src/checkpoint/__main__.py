@@ -18,10 +18,8 @@ from typing import Any, NoReturn
 
 if __name__ == "__main__":
     from src import streams
-    from src.installed import need
 
     streams.outlast_readers()
-    need("torch", "lightning", "jsonargparse")
 
 from src import exit_codes
 from src.checkpoint.compare import differences, outcome, states
