@@ -1,8 +1,8 @@
-"""What a job does on its first node before and after it trains: `python -m slurm.job --tasks 4 RUN_FOLDER`.
+"""Run before and after training on a job's first node: `python -m slurm.job --tasks 4 RUN_FOLDER`.
 
-At every start it leaves where the run is finished or where another job of its race was first, stops what has been
-restarted often enough, sees that the code is the snapshot's, and finds where the ranks meet. After training it lets
-`requeue` decide. What it prints is for the batch script; what it says is in batch.out.
+Before training it ends the start if the run is finished, if another job of its race was first, or if the run has been
+restarted often enough; it checks that the code is the snapshot's and chooses where the ranks meet. After training
+`requeue` decides. It prints shell lines for the batch script; messages go to batch.out.
 """
 
 import argparse
@@ -17,36 +17,28 @@ import time
 from pathlib import Path
 
 from slurm import history, race, requeue
+from slurm.errors import LaunchError
 
 # Below the ephemeral range (32768 and up on Linux), whose ports any connection may hold.
 FIRST_PORT, PORTS = 10000, 20000
 
 
 def say(text: str) -> None:
-    """To batch.out, as stdout is the script's."""
+    """Print to batch.out: stdout is the script's."""
     print(text, file=sys.stderr, flush=True)
 
 
-def first_host(nodes: str) -> str:
-    """The first of Slurm's list, such as `rack[1-2]node[01-04]`; the batch script runs there."""
-    if found := requeue.scontrol("hostnames", nodes).split():
-        return found[0]
-    from submitit.slurm.slurm import _parse_node_list
-
-    return str(_parse_node_list(nodes)[0])
-
-
 def address(host: str) -> str:
-    """The host's name, or where that leads nowhere the address that Slurm itself uses for the node."""
+    """Return the host's name, or if it cannot be resolved the address that Slurm itself uses for the node."""
     with contextlib.suppress(OSError):
         socket.getaddrinfo(host, None)
         return host
-    found = re.search(r"\bNodeAddr=(\S+)", requeue.scontrol("node", host))
-    return found[1] if found else host
+    node = re.search(r"\bNodeAddr=(\S+)", requeue.scontrol("node", host))
+    return node[1] if node else host
 
 
 def free_port(job: int, host: str = "") -> int:
-    """One that no other job takes, by the job's number, and that nobody listens on here."""
+    """Return a port that follows from the job's number, so that no other job takes it, and that is free here."""
     for attempt in range(PORTS):
         port = FIRST_PORT + (job + attempt * 97) % PORTS
         with socket.socket() as probe:
@@ -56,22 +48,22 @@ def free_port(job: int, host: str = "") -> int:
             except OSError:
                 continue
         return port
-    raise SystemExit("no free port between 10000 and 29999 on this node")
+    raise LaunchError("no free port between 10000 and 29999 on this node")
 
 
 def foreign_code(code: Path) -> str | None:
-    """Where Python would take `src` from instead of `code`; None where it is right."""
+    """Return where Python would take `src` from instead of `code`; None where it is right."""
     import importlib.util
 
-    found = importlib.util.find_spec("src")
-    origin = Path(found.origin).resolve() if found and found.origin else None
+    spec = importlib.util.find_spec("src")
+    origin = Path(spec.origin).resolve() if spec and spec.origin else None
     return None if origin and origin.is_relative_to(code.resolve()) else str(origin)
 
 
 def begin(
     run: Path, tasks: int, race_name: str, *, evaluate: bool = False, limits: requeue.Limits | None = None
 ) -> str:
-    """The lines to evaluate."""
+    """Return the shell lines that the batch script evaluates: where the ranks meet, or `exit`."""
     job, start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", 0))
     nodes = os.environ["SLURM_JOB_NODELIST"]
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
@@ -80,8 +72,8 @@ def begin(
         say("the run is finished: nothing to do")
         return "exit 0"
     if other := foreign_code(Path.cwd()):
-        raise SystemExit(f"src would be imported from {other}, not from {Path.cwd()}: see setup: and PYTHONPATH")
-    from src import exit_codes, stopped  # another place's `src` may lack them
+        raise LaunchError(f"src would be imported from {other}, not from {Path.cwd()}: see setup: and PYTHONPATH")
+    from src import exit_codes, stopped  # another folder's `src` may lack them
 
     own = history.own_job(os.environ)
     if limits and (why := limits.used_up(run, own, start) or requeue.stuck(run, own)):
@@ -90,55 +82,65 @@ def begin(
         return f"exit {exit_codes.STOPPED}"
     # Before the claim: a job that cannot train leaves the race to the others.
     if (given := os.environ.get("SLURM_NTASKS")) and int(given) != tasks:
-        raise SystemExit(f"Slurm starts {given} tasks, the run wants {tasks}")
-    if race_name and (winner := race.claim(run / "slurm", race_name, job)) != job:
-        say(f"job {winner} was first: this one leaves")
-        return "exit 0"
+        raise LaunchError(f"Slurm starts {given} tasks, the run wants {tasks}")
     if race_name:
+        if (winner := race.claim(run / "slurm", race_name, job)) != job:
+            say(f"job {winner} was first: this one leaves")
+            return "exit 0"
         race.cancel_others(race_name, job)
     stopped.rotate(run)
     step, before = requeue.saved_step(run), history.allocated(run)
     history.note(run, own, "start", restart=start, nodes=nodes, step=step)
-    found = {"MASTER_ADDR": address(first_host(nodes)), "MASTER_PORT": str(free_port(int(job)))}
+    # Slurm runs the batch script on the job's first node, that of rank 0.
+    exports = {"MASTER_ADDR": address(os.environ["SLURMD_NODENAME"]), "MASTER_PORT": str(free_port(int(job)))}
     from_where = f"goes on from step {step}" if step >= 0 else "begins"
-    say(f"{from_where}, " + " ".join(f"{name}={value}" for name, value in found.items()))
-    found |= {"ALLOCATED_BEFORE": f"{before:.0f}", "ALLOCATED_SINCE": f"{time.time():.0f}"}
-    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in found.items())
+    say(f"{from_where}, " + " ".join(f"{name}={value}" for name, value in exports.items()))
+    exports |= {"ALLOCATED_BEFORE": f"{before:.0f}", "ALLOCATED_SINCE": f"{time.time():.0f}"}
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in exports.items())
 
 
 def end(run: Path, logs: Path, code: int, limits: requeue.Limits) -> int:
-    """The exit code for the job, if that ends here."""
+    """Return the exit code for the job, if that ends here."""
     batch = logs / f"{history.own_job(os.environ)}_batch.out"
     return requeue.decide(run, limits, code, batch.read_text(errors="replace") if batch.exists() else "", say)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """How often the job goes on by itself."""
+    """Add the options that say how often the job is started again by itself."""
     parser.add_argument("--max-restarts", type=int)
     parser.add_argument("--total-seconds", type=int)
     parser.add_argument("--max-crash-retries", type=int, default=0)
 
 
 def limits(options: argparse.Namespace) -> requeue.Limits:
-    """As given."""
+    """Return these options' values."""
     return requeue.Limits(options.max_restarts, options.total_seconds, options.max_crash_retries)
 
 
 def main() -> int:
-    """Print the lines."""
+    """Print the shell lines, or after training the job's exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--tasks", type=int, help="how many Slurm must start")
-    parser.add_argument("--race", default="", help="leave where another job has it")
+    parser.add_argument("--race", default="", help="leave if another job has it")
     parser.add_argument("--evaluate", action="store_true", help="there is work although the run is finished")
-    parser.add_argument("--ended", type=int, metavar="CODE", help="srun is over, with this exit code")
+    parser.add_argument("--ended", type=int, metavar="CODE", help="srun has ended with this exit code")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where batch.out is")
     add_limits(parser)
     options = parser.parse_args()
-    if options.ended is not None:
-        print(end(options.run, options.logs, options.ended, limits(options)))
-        return 0
-    print(begin(options.run, options.tasks, options.race, evaluate=options.evaluate, limits=limits(options)))
+    try:
+        if options.ended is not None:
+            print(end(options.run, options.logs, options.ended, limits(options)))
+        else:
+            print(begin(options.run, options.tasks, options.race, evaluate=options.evaluate, limits=limits(options)))
+    except LaunchError as error:
+        say(f"error: {error}")
+        return 2
+    except OSError as error:
+        from src.errors import FileError
+
+        say(f"error: {FileError(error)}")
+        return FileError(error).exit_code
     return 0
 
 

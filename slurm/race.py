@@ -1,11 +1,12 @@
-"""Several jobs for one run, of different shapes: the first that starts trains, the others leave before they write.
+"""Let several jobs of different shapes compete for one run: the first that starts trains, the others leave.
 
-What decides is a file that only one job can make, on the run's own folder: nothing has to watch, so it holds with the
+What decides is a file on the run's own folder that only one job can make: no process has to watch, so it holds with the
 terminal closed, when two start in the same second, and after a requeue, which comes back under the same number.
 """
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from slurm.errors import LaunchError
@@ -13,35 +14,45 @@ from slurm.sbatch import ask, queued
 
 
 def claim(folder: Path, race: str, job: str) -> str:
-    """The number of the job that has the race: `job` itself where it was first, now or at an earlier start.
+    """Return the number of the job that has the race: `job` itself where it was first, now or at an earlier start.
 
     A link is made of a file that is whole already: nobody reads half a number, and on NFS it succeeds once as well.
     """
+    from src.files import write_text
+
     folder.mkdir(parents=True, exist_ok=True)
-    mark, own = folder / f"race-{race}", folder / f".race-{race}-{job}"
-    own.write_text(f"{job}\n")
+    own = folder / f".race-{race}-{job}"
+    write_text(own, f"{job}\n")
     try:
-        os.link(own, mark)
-    except FileExistsError:
-        pass
+        with suppress(FileExistsError):
+            os.link(own, _mark(folder, race))
     finally:
         own.unlink()
-    return mark.read_text().strip()
+    return holder(folder, race) or job
 
 
 def holder(folder: Path, race: str) -> str | None:
-    """The job that has the race; None while it is open."""
-    mark = folder / f"race-{race}"
-    return mark.read_text().strip() if mark.exists() else None
+    """Return the job that has the race; None while it is open."""
+    mark = _mark(folder, race)
+    if not os.path.lexists(mark):
+        return None
+    winner = mark.read_text(errors="replace").strip()
+    if not winner.isdecimal():
+        raise LaunchError(f"{mark} is damaged: expected the number of the job that trains; remove it")
+    return winner
+
+
+def _mark(folder: Path, race: str) -> Path:
+    return folder / f"race-{race}"
 
 
 def token(race: str, index: int) -> str:
-    """The comment of one of its jobs."""
+    """Return the comment of one of the race's jobs."""
     return f"{race}.{index}"
 
 
 def cancel_others(race: str, job: str) -> list[str]:
-    """Take the race's other jobs out of the queue, as far as Slurm answers: one that starts all the same leaves."""
+    """Cancel the race's other jobs, as far as Slurm answers, and return their numbers: one that starts still leaves."""
     try:
         others = [number for number, _, comment in queued() if comment.rpartition(".")[0] == race and number != job]
         if others:

@@ -1,4 +1,4 @@
-"""Submitting: snapshot, check, sbatch, and a record beside the run that jobs.py reads.
+"""Submit jobs: snapshot, check, sbatch, and a record beside the run that jobs.py reads.
 
 A record is written before sbatch is called, as TOKEN.submitting, and gets the job's number afterwards: a submission
 that was interrupted, or that Slurm never answered, is found again in the queue by its comment, which is the token.
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from slurm.grid import Point
     from slurm.plan import Submission
 
-# Without these keys a record says nothing.
-REQUIRED = {"job", "name", "runs", "points", "race", "submitted", "nodes", "gpus_per_node", "time_seconds", "argv"}
+# A record without these keys, or with values of other types, is damaged.
+FIELDS = {
+    **dict.fromkeys(("job", "name", "race", "submitted", "code", "folder"), str),
+    **dict.fromkeys(("runs", "points", "argv"), list),
+    **dict.fromkeys(("nodes", "gpus_per_node", "time_seconds"), int),
+    "cost_per_gpu_hour": int | float | None,
+}
 
 
 def submit_all(submission: "Submission", *, check: bool) -> int:
-    """Submit every job of it; 0 where at least one is in the queue.
-
-    Raises:
-        LaunchError: refused by src.cli, the run root or Slurm, or the run has a job already.
-
-    """
+    """Submit every job of it; return 0 if at least one is in the queue."""
     first = submission.jobs[0]
     _refuse_second(first)
     make_folder(first.run_root)
@@ -48,38 +48,47 @@ def submit_all(submission: "Submission", *, check: bool) -> int:
     if check:
         _check(first, submission.points)
     make_folder(first.folder)
-    submitted: list[str] = []
     refused: list[LaunchError] = []
     for job in submission.jobs:
-        if job.race and (winner := race.holder(job.folder, job.race)):
-            print(f"job {winner} has started already: {job.shape} is not submitted")
-            break
-        mark = _write(submission, job)
         try:
-            number = sbatch.submit(job)
-        except sbatch.NoClearAnswerError as error:
-            refused.append(error)  # its mark stays: the job may show up
-            break
+            number = _submit(submission, job)
         except LaunchError as error:
-            mark.unlink()
             refused.append(error)
             continue
-        _number(mark, number)
-        submitted.append(number)
         print(f"job {number}: {job.name}" + (f", {len(job.runs)} runs" if submission.points else ""), flush=True)
-        if job.race and (winner := race.holder(job.folder, job.race)) not in (None, number):
-            with contextlib.suppress(LaunchError):  # it leaves by itself when it starts
-                sbatch.ask("scancel", number)  # the other one started meanwhile, and could not know this one
-    if not submitted:
+        if job.race:
+            _leave_lost_race(job, number)
+    if len(refused) == len(submission.jobs):
         raise refused[0]
     for refusal in refused:
         print(f"warning: {refusal}; the other shape stays in the queue", file=sys.stderr)
-    _say_how_to_watch(first)
+    _print_how_to_watch(first)
     return 0
 
 
-def _say_how_to_watch(job: Job) -> None:
-    """What to paste next. TensorBoard is bound to localhost: on a login node everybody could read along otherwise."""
+def _submit(submission: "Submission", job: Job) -> str:
+    """Submit one job and return its number. If Slurm gives no clear answer the mark stays: the job may show up."""
+    mark = _write(submission, job)
+    try:
+        number = sbatch.submit(job)
+    except sbatch.NoClearAnswerError:
+        raise
+    except LaunchError:
+        mark.unlink()
+        raise
+    _number(mark, number)
+    return number
+
+
+def _leave_lost_race(job: Job, number: str) -> None:
+    """Cancel a job whose race was won while it was submitted: the winner could not know it. It would leave anyway."""
+    with contextlib.suppress(LaunchError):
+        if race.holder(job.folder, job.race) not in (None, number):
+            sbatch.ask("scancel", number)
+
+
+def _print_how_to_watch(job: Job) -> None:
+    """Print commands to paste. TensorBoard is bound to localhost: on a login node everybody could read it otherwise."""
     jobs = "python slurm/jobs.py"
     print(f"watch: {jobs} list; {jobs} logs {job.runs[0]} -f; {jobs} cancel {job.name}")
     name = socket.getfqdn() if "." in socket.getfqdn() else socket.gethostname()
@@ -88,13 +97,13 @@ def _say_how_to_watch(job: Job) -> None:
 
 
 def _check(job: Job, points: Sequence["Point"]) -> None:
-    """Let src.cli read its settings now, with the code of the job: a typo must not wait in the queue.
+    """Let src.cli read the settings now, with the code of the job: a typo must not wait in the queue.
 
-    Nor may a file that was left out of the snapshot. Of a grid each value is read, in one command: of an option that is
-    repeated the last one counts, and all are looked at.
+    Neither must a file that was left out of the snapshot. Each value of a grid is read, in one command: of a repeated
+    option the last one counts, and all are parsed.
     """
     values = dict.fromkeys(setting for point in points for setting in point.settings)
-    arguments = [*job.commands[0], *(part for name, value in values for part in (f"--{name}", value)), "--print_config"]
+    arguments = [*job.commands[0], *(word for name, value in values for word in (f"--{name}", value)), "--print_config"]
     print("check: src.cli reads the settings", flush=True)  # that takes seconds, on a network file system many
     own = {"PYTHONPATH": str(job.code), "PYTHONDONTWRITEBYTECODE": "1", "RUN_ROOT": str(job.run_root)}
     done = subprocess.run(
@@ -107,83 +116,91 @@ def _check(job: Job, points: Sequence["Point"]) -> None:
     )
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        said = errors[-1].removeprefix("error: ") if errors else " ".join(done.stderr[-2000:].split())
+        reason = errors[-1].removeprefix("error: ") if errors else " ".join(done.stderr[-2000:].split())
         if done.returncode < 0:
-            said = f"the check was killed by signal {-done.returncode}, as a login node with little memory does it"
-        raise LaunchError(f"{said} (found by `python -m src.cli {arguments[0]} … --print_config`; see --no-check)")
+            reason = f"the check was killed by signal {-done.returncode}, as a login node with little memory does it"
+        raise LaunchError(f"{reason} (found by `python -m src.cli {arguments[0]} … --print_config`; see --no-check)")
 
 
 def _refuse_second(job: Job) -> None:
-    """Two jobs of one run would wait for each other, or train it twice."""
+    """Refuse a run that has a job in the queue: two of them would wait for each other, or train it twice."""
     if not any(job.run_root.glob("*/slurm")):
         return
     queue = sbatch.queued()
     adopt(job.run_root, {comment: number for number, _, comment in queue})
-    for record in all_records(job.run_root):
-        indexes = {index for number, index, _ in queue if number == record["job"]}
-        live = {run for index, run in enumerate(record["runs"]) if index in indexes}
-        for run in sorted(live & set(job.runs)):
-            raise LaunchError(
-                f"run {run} has job {record['job']} already: python slurm/jobs.py cancel {run} ends it, another "
-                "--name starts another run"
-            )
+    records = {record["job"]: record for record in all_records(job.run_root)}
+    files = {path.name for path in job.folder.glob("*")}
+    for number, index, comment in queue:
+        if number in records:
+            live = records[number]["runs"][index : index + 1]
+        else:  # a damaged record or mark: which of the runs the job has is not known
+            live = job.runs if files & {f"{number}.json", f"{comment}.submitting"} else []
+        for run in live:
+            if run in job.runs:
+                raise LaunchError(
+                    f"run {run} has job {number} already: python slurm/jobs.py cancel {run} ends it, another "
+                    "--name starts another run"
+                )
 
 
 def refuse_other_points(run_root: Path, points: Sequence["Point"]) -> None:
-    """A run of a grid keeps its settings, also where another grid of that name has other combinations.
-
-    Raises:
-        LaunchError: one was submitted with others.
-
-    """
+    """Refuse a grid whose name belongs to one with other combinations: a run keeps its settings."""
     wanted = {point.run: point for point in points}
     for record in all_records(run_root) if points else ():
         for run, settings in itertools.zip_longest(record["runs"], record["points"]):
             if run in wanted and settings != dict(wanted[run].settings):
-                said = " ".join(f"{name}={value}" for name, value in (settings or {}).items()) or "no grid"
-                raise LaunchError(f"run {run} was submitted with {said}, not {wanted[run]}: give another --name")
+                before = " ".join(f"{name}={value}" for name, value in (settings or {}).items()) or "no grid"
+                raise LaunchError(f"run {run} was submitted with {before}, not {wanted[run]}: give another --name")
 
 
 def all_records(run_root: Path) -> Iterator[dict[str, Any]]:
-    """What was submitted, in no order. A record that cannot be read is named on stderr."""
+    """Yield the records of all submissions, in no order; name on stderr those that cannot be read."""
     for path in run_root.glob("*/slurm/*.json"):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            whole = isinstance(record, dict) and record.keys() >= REQUIRED and str(record["job"]).isdigit()
-        except (OSError, ValueError):
-            whole = False
-        if whole:
+        if record := _read(path):
             yield record
         else:
             print(f"warning: {path} is damaged: job {path.stem} is not shown", file=sys.stderr)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or not all(isinstance(record.get(name), kind) for name, kind in FIELDS.items()):
+        return None
+    names = record["runs"] and all(isinstance(run, str) for run in record["runs"])
+    settings = all(isinstance(point, dict) for point in record["points"])
+    return record if record["job"].isdecimal() and names and settings else None
 
 
 def adopt(run_root: Path, queue: Mapping[str, str]) -> None:
     """Give submissions that ended without an answer the number under which they are in the queue (comment -> job)."""
     for mark in run_root.glob("*/slurm/*.submitting"):
         if number := queue.get(mark.stem):
-            _number(mark, number)
+            try:
+                _number(mark, number)
+            except (OSError, ValueError, TypeError) as error:
+                print(f"warning: {mark}: {error}; job {number} is not shown", file=sys.stderr)
 
 
 def _number(mark: Path, number: str) -> None:
-    try:
-        content = json.loads(mark.read_text(encoding="utf-8")) | {"job": number}
-    except (OSError, ValueError, TypeError) as error:
-        print(f"warning: {mark} is damaged ({error}): job {number} is not shown", file=sys.stderr)
-        return
+    """Turn the mark of a submission into the record of job `number`."""
+    content = json.loads(mark.read_text(encoding="utf-8")) | {"job": number}
     _write_whole(mark.with_name(f"{number}.json"), content)
-    mark.unlink()
+    mark.unlink(missing_ok=True)
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.chmod(0o644)  # jobs.py resume does what it says
-    temporary.replace(path)
+    from src.files import replacing
+
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.chmod(0o644)  # whatever the umask: jobs.py resume does what it says
 
 
 def _write(submission: "Submission", job: Job) -> Path:
-    """A record of the job, which has no number yet. It holds no environment, which may hold secrets."""
+    """Write the record of a job that has no number yet. It holds no environment, which may hold secrets."""
     content: dict[str, Any] = {
         "job": None,
         "name": job.name,

@@ -49,9 +49,13 @@ class Limits:
         """Why there is no start of this number (the first is 0); None where there may be one."""
         if self.restarts is not None and restarts > self.restarts:
             return f"--max-restarts {self.restarts} is reached"
-        if self.seconds is not None and (spent := sum(history.spans(run, job, running=True))) >= self.seconds:
+        if self.seconds is not None and (spent := _spent(run, job)) >= self.seconds:
             return f"{spent / 3600:.1f} of the {self.seconds / 3600:.1f} hours of --total-time are used"
         return None
+
+
+def _spent(run: Path, job: str) -> float:
+    return sum(history.spans(history.read(run, job), run, running=True))
 
 
 def saved_step(run: Path) -> int:

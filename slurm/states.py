@@ -1,4 +1,4 @@
-"""Where jobs stand: what was submitted (records beside the runs), what Slurm says, what the run has written.
+"""Tell how runs are doing: what was submitted (records beside the runs), what Slurm says, what the run has written.
 
 Slurm's queue and the run's own files are enough; accounting (sacct) is asked too, and many sites have none.
 """
@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,6 @@ DOWN = "nodes are down or reserved: sinfo -R; another partition, or a --time tha
 REASONS = {
     "Resources": "waits for nodes to be free; fewer GPUs, another GPU type or a shorter --time start sooner",
     "Priority": "others are in front; a shorter --time may fill a gap",
-    "Dependency": "waits for another job",
     "BeginTime": "starts again soon: Slurm holds a requeued job for about two minutes",
     "JobHeldUser": "you hold it: scontrol release",
     "JobHeldAdmin": "the site holds it: ask its support",
@@ -33,35 +32,23 @@ REASONS = {
     "Nodes required for job are DOWN": DOWN,  # Slurm's older words for it
     "PartitionTimeLimit": "asks for more time than the partition gives: sinfo -o '%P %l'",
     "PartitionNodeLimit": "asks for more nodes than the partition has",
-    "PartitionConfig": "asks for what the partition does not give",
-    "AssocMaxJobsLimit": "your account runs as many jobs as it may",
-    "Licenses": "waits for a licence",
-    "Reservation": "waits for its reservation to begin",
     "BadConstraints": "no node has these features or that many GPUs: sinfo -o '%P %G %f'",
-    "NodeDown": "a node of it is down",
     "JobArrayTaskLimit": "as many of this grid run as --parallel allows",
     # States of a job that Slurm does not start again.
     "PREEMPTED": "the site cancels what it preempts: jobs.py resume RUN goes on from the newest checkpoint",
     "NODE_FAIL": "a node died: jobs.py resume RUN goes on from the newest checkpoint",
 }
-MOST_ASKED = 1000  # of accounting, the newest: a command line holds no more than some ten thousand
 LIMITS = ("QOS", "Assoc", "MaxGRES", "MaxCpu", "MaxNode", "MaxJobs")  # beginnings of many more reasons
-# One that comes back after a preemption or a dead node is COMPLETING or REQUEUED, then PENDING, and not the last two.
+# A job that is started again after a preemption or a dead node is COMPLETING or REQUEUED, then PENDING.
 ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "OUT_OF_MEMORY",
-    "DEADLINE",
-    "BOOT_FAIL",
-    "PREEMPTED",
-    "NODE_FAIL",
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"),
+    *("PREEMPTED", "NODE_FAIL"),
 )
+MOST_ASKED = 1000  # jobs of accounting, the newest: a command line holds some ten thousand at most
 
 
 def hint(reason: str) -> str:
-    """What a pending job's reason means; "" where the word says it, or is not known."""
+    """Return what a pending job's reason means; "" where the word says it, or is not known."""
     for name, text in REASONS.items():
         if reason.strip("()").startswith(name):
             return text
@@ -72,7 +59,7 @@ def hint(reason: str) -> str:
 
 @dataclass(frozen=True)
 class Queued:
-    """One job, or one task of an array, that Slurm has in hand or has just seen end."""
+    """One job, or one task of an array, that is in Slurm's queue or has ended a short while ago."""
 
     array: str  # the number that the tasks of an array share; of another job its own
     state: str
@@ -86,11 +73,6 @@ class Queued:
         """Whether Slurm may still run it."""
         return self.state not in ENDED
 
-    @property
-    def runs(self) -> bool:
-        """Whether it has nodes now."""
-        return self.state == "RUNNING"
-
 
 @dataclass(frozen=True)
 class State:
@@ -100,6 +82,7 @@ class State:
     folder: Path  # of the run
     job: str  # JOB, or JOB_INDEX in an array
     record: Mapping[str, Any]
+    summary: Mapping[str, Any]  # what the run says of itself
     state: str  # Slurm's word, FINISHED, GONE where Slurm has forgotten it, UNKNOWN where Slurm does not answer
     reason: str = ""
     nodes: str = ""
@@ -110,33 +93,28 @@ class State:
     live: tuple[str, ...] = ()  # jobs of the run that Slurm may still run: in a race there are several
 
     @property
-    def summary(self) -> Mapping[str, Any]:
-        """What the run says of itself."""
-        return _json(self.folder / "summary.json")
-
-    @property
     def step(self) -> int | None:
         """Steps done: the summary of a run that hangs or was killed is older than its heartbeat."""
-        told = (self.summary.get("last_step"), _json(self.folder / "heartbeat").get("step"))
-        return max((step for step in told if isinstance(step, int)), default=None)
+        steps = (self.summary.get("last_step"), _json(self.folder / "heartbeat").get("step"))
+        return max((step for step in steps if isinstance(step, int)), default=None)
 
     @property
     def part_done(self) -> str:
-        """Of the run's steps; "" where it has no number of them."""
+        """Percent of the run's steps; "" where it has no number of them."""
         done, total = self.step, self.summary.get("total_steps")
-        return f"{100 * done / total:.0f} %" if isinstance(done, int) and total else ""
+        return f"{100 * done / total:.0f} %" if done is not None and isinstance(total, int) and total else ""
 
     @property
     def lost(self) -> str:
-        """Allocated time that led nowhere: starting, and what had to be done again."""
+        """Allocated time that led nowhere: starting, and what had to be repeated."""
         allocated, useful = (self.summary.get(f"{name}_seconds") for name in ("allocated", "useful"))
-        if allocated is None or useful is None:
+        if not isinstance(allocated, int | float) or not isinstance(useful, int | float):
             return ""
         return format_time(timedelta(seconds=int(max(0, allocated - useful))))
 
     @property
     def elapsed(self) -> str:
-        """Of the limit."""
+        """Time of this start, and the limit."""
         limit = format_time(timedelta(seconds=self.record["time_seconds"]))
         return f"{format_time(timedelta(seconds=int(self.seconds)))}/{limit}"
 
@@ -145,35 +123,35 @@ class State:
         """Of the newest checkpoint, in minutes."""
         times = []
         for path in (self.folder / "checkpoints").glob("*.ckpt"):
-            with contextlib.suppress(OSError):  # one that goes while it is looked at
+            with contextlib.suppress(OSError):  # one that is deleted meanwhile
                 times.append(path.stat().st_mtime)
         return f"{(time.time() - max(times)) / 60:.0f} min" if times else ""
 
 
 def records(run_root: Path) -> dict[str, list[dict[str, Any]]]:
-    """The records of each run, the newest last. A grid's stand under each of its points."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Return the records of each run, the newest last. A grid's are under each of its points."""
+    by_run: dict[str, list[dict[str, Any]]] = {}
     for record in sorted(all_records(run_root), key=lambda record: (record["submitted"], int(record["job"]))):
         for index, run in enumerate(record["runs"]):
             job = f"{record['job']}_{index}" if len(record["runs"]) > 1 else record["job"]
-            found.setdefault(run, []).append(record | {"job": job, "array": record["job"]})
-    return found
+            by_run.setdefault(run, []).append(record | {"job": job})
+    return by_run
 
 
 def states(run_root: Path, only: str | None = None, *, ask_slurm: bool = True) -> list[State]:
-    """Every run that was submitted, the newest first; `only` is a run, or a grid with all its points.
+    """Return the state of every run that was submitted, the newest first.
 
-    Without `ask_slurm` a Slurm that does not answer is no error: what the runs' files say is all there is then.
-
-    Raises:
-        LaunchError: no such run was submitted (the text names the newest), or Slurm does not answer.
+    Args:
+        run_root: the folder of the runs
+        only: a run, or a grid with all its points; None: all
+        ask_slurm: whether a Slurm that does not answer is an error; else the runs' own files are all there is
 
     """
     queue: dict[str, Queued] = {}
     answers = True
     try:
         queue = _queue()
-        adopt(run_root, {found.comment: found.array for found in queue.values()})
+        adopt(run_root, {queued.comment: queued.array for queued in queue.values()})
     except LaunchError as error:
         if ask_slurm:
             raise
@@ -192,83 +170,95 @@ def states(run_root: Path, only: str | None = None, *, ask_slurm: bool = True) -
 
 
 def _representative(folder: Path, rows: list[dict[str, Any]], queue: Mapping[str, Queued]) -> dict[str, Any]:
-    """The job that stands for a run: the one that has started, else one that waits, else the newest.
+    """Return the job that stands for a run: one that has started, else one that waits, else the newest.
 
     One that has lost its race is none of them.
     """
-    racing = [
-        row for row in rows if not row["race"] or race.holder(folder / "slurm", row["race"]) in (None, row["job"])
-    ]
+    racing = [row for row in rows if _winner(folder, row["race"]) in (None, row["job"])]
     rows = racing or rows  # the record of a winner may be damaged
     waiting = [row for row in rows if row["job"] in queue and queue[row["job"]].live]
     running = [row for row in waiting if queue[row["job"]].state != "PENDING"]
     return (running or waiting or rows)[-1]
 
 
+def _winner(folder: Path, name: str) -> str | None:
+    try:
+        return race.holder(folder / "slurm", name) if name else None
+    except (OSError, LaunchError) as error:
+        print(f"warning: {error}", file=sys.stderr)
+        return None
+
+
 def _state(
     folder: Path,
     record: dict[str, Any],
-    rows: list[dict[str, Any]],
+    rows: Sequence[dict[str, Any]],
     queue: Mapping[str, Queued],
     past: Mapping[str, str],
 ) -> State:
-    from src import exit_codes
-
     job = record["job"]
-    here = queue.get(job)
-    last = [entry for entry in history.read(folder, job)[-1:] if entry["event"] == "end"]
-    ended = next((entry.get("why") or exit_codes.WORDS.get(entry.get("code") or 0, "") for entry in last), "")
-    spans = [
-        (seconds, row["nodes"] * row["gpus_per_node"])
-        for row in rows
-        for seconds in history.spans(folder, row["job"], row["job"] in queue and queue[row["job"]].runs)
-    ]
-    if (folder / "DONE").exists() and not (here and here.live):
+    queued = queue.get(job)
+    events = {row["job"]: history.read(folder, row["job"]) for row in rows}
+    seconds = {
+        name: history.spans(of_job, folder, running=name in queue and queue[name].state == "RUNNING")
+        for name, of_job in events.items()
+    }
+    summary = _json(folder / "summary.json")
+    ended = _why_ended(events[job])
+    if (folder / "DONE").exists() and not (queued and queued.live):
         state, reason, nodes = "FINISHED", "", ""
-    elif here:
-        state, reason, nodes = here.state, here.reason if here.live else ended or here.reason, here.nodes
+    elif queued:
+        state, nodes = queued.state, queued.nodes
+        reason = queued.reason if queued.live else ended or queued.reason
     else:
-        why = str(_json(folder / "summary.json").get("exit_reason", ""))
         state, nodes = past.get(job) or "GONE", ""
+        why = str(summary.get("exit_reason", ""))
         reason = ended or ("ended without a word" if why == "running" and state != "UNKNOWN" else why)
     return State(
         run=folder.name,
         folder=folder,
         job=job,
         record=record,
+        summary=summary,
         state=state,
         reason=reason,
         nodes=nodes,
-        seconds=spans[-1][0] if spans else 0.0,
-        restarts=max(0, sum(entry["event"] == "start" for entry in history.read(folder, job)) - 1),
-        gpu_seconds=sum(span * gpus for span, gpus in spans),
-        number=here.number if here else "",
+        seconds=seconds[job][-1] if seconds[job] else 0.0,
+        restarts=max(0, len(seconds[job]) - 1),
+        gpu_seconds=sum(sum(seconds[row["job"]]) * row["nodes"] * row["gpus_per_node"] for row in rows),
+        number=queued.number if queued else "",
         live=tuple(row["job"] for row in rows if row["job"] in queue and queue[row["job"]].live),
     )
 
 
+def _why_ended(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return why a job's last start has ended, by its own note; "" where it has made none."""
+    from src import exit_codes
+
+    if not events or events[-1]["event"] != "end":
+        return ""
+    code = events[-1].get("code")
+    return str(events[-1].get("why") or (exit_codes.WORDS.get(code, "") if isinstance(code, int) else ""))
+
+
 def _queue() -> dict[str, Queued]:
-    """What Slurm has in hand, by JOB or JOB_INDEX; array tasks one by one.
-
-    Raises:
-        LaunchError: Slurm is not here or does not answer.
-
-    """
+    """Return what Slurm has in its queue, by JOB or JOB_INDEX; array tasks one by one."""
     asked = "--format=%F|%K|%A|%T|%N|%k|%r"
     done = sbatch.ask("squeue", "--me", "--noheader", "--array", "--states=all", asked)
     if done.returncode:
         raise LaunchError(f"squeue: {sbatch.advice(done.stderr)}")
-    found = {}
+    queue = {}
     for line in done.stdout.splitlines():
         if line.count("|") < 6:
             continue  # what a site's wrapper says
         array, index, number, state, nodes, comment, reason = line.split("|", 6)
         job = f"{array}_{index}" if index.isdigit() else number
-        found[job] = Queued(array, state, nodes, comment, "" if reason == "None" else reason, number)
-    return found
+        queue[job] = Queued(array, state, nodes, comment, "" if reason == "None" else reason, number)
+    return queue
 
 
 def _accounting(jobs: Iterable[str]) -> dict[str, str]:
+    """Return the states of jobs that have left the queue; none without accounting."""
     jobs = list(jobs)[-MOST_ASKED:]
     if not jobs or shutil.which("sacct") is None:
         return {}
@@ -282,7 +272,7 @@ def _accounting(jobs: Iterable[str]) -> dict[str, str]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

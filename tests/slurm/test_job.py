@@ -11,17 +11,18 @@ import pytest
 
 from slurm import history, job, race, requeue
 from slurm.cluster import ROOT
-
-NODES = "SLURM_JOB_NODELIST"
+from slurm.errors import LaunchError
+from src import exit_codes
 
 
 @pytest.fixture
 def inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The environment of a job on two nodes, in the project; the run's folder."""
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_JOB_ID", "1234")
-    monkeypatch.setenv(NODES, "n[1-2]")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.chdir(ROOT)
     return tmp_path / "run"
@@ -32,31 +33,17 @@ def evaluated(text: str) -> dict[str, str]:
     return dict(shlex.split(line)[1].split("=", 1) for line in text.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("rack[1-2]node[01-04]", "rack1node01"),
-        ("linux[1,2]", "linux1"),
-        ("alpha,beta", "alpha"),
-        ("jean-zay-ia[810-811]", "jean-zay-ia810"),
-        ("c[3-5,7]", "c3"),
-        ("x[1-2].cl", "x1.cl"),
-    ],
-)
-def test_ranks_meet_on_the_first_node_also_without_scontrol(inside: Path, nodes: str, first: str) -> None:
-    """Slurm's lists are read right where scontrol is not on the nodes."""
-    assert job.first_host(nodes) == first
-
-
-def test_scontrol_is_asked_where_it_is(inside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer counts: the order of its hosts is the one of the ranks."""
+def test_a_node_whose_name_leads_nowhere_is_met_at_slurms_address(
+    inside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a cloud without names; one that can be resolved keeps its name."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "scontrol").write_text('#!/bin/sh\ntest "$*" = "show hostnames a[1-2]" && printf "a2\\na1\\n"\n')
+    says = "NodeName=x.invalid NodeAddr=10.1.2.3 NodeHostName=x"
+    (programs / "scontrol").write_text(f'#!/bin/sh\ntest "$*" = "show node x.invalid" && echo "{says}"\n')
     (programs / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
-    assert job.first_host("a[1-2]") == "a2"
+    assert (job.address("x.invalid"), job.address("localhost")) == ("10.1.2.3", "localhost")
 
 
 def test_a_port_is_below_the_ephemeral_ones_and_free() -> None:
@@ -110,7 +97,7 @@ def test_a_finished_run_is_evaluated(inside: Path) -> None:
 def test_a_job_that_cannot_train_does_not_take_the_race(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other shape still may."""
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    with pytest.raises(SystemExit):
+    with pytest.raises(LaunchError):
         job.begin(inside, 2, "r")
     assert race.holder(inside / "slurm", "r") is None
 
@@ -118,20 +105,19 @@ def test_a_job_that_cannot_train_does_not_take_the_race(inside: Path, monkeypatc
 def test_a_scontrol_that_does_not_answer_stops_nothing(
     inside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm's list is read without it then."""
+    """The node's name is taken then."""
 
     def late(*arguments: object, **options: object) -> None:
         raise subprocess.TimeoutExpired("scontrol", 60)
 
     monkeypatch.setattr(requeue.subprocess, "run", late)
-    assert job.first_host("rack[1-2]node[01-04]") == "rack1node01"
     assert job.address("no.such.host.invalid") == "no.such.host.invalid"
 
 
 def test_another_number_of_tasks_is_refused(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's count against the run's: a smaller world would train without an error."""
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    with pytest.raises(SystemExit, match="1 tasks, the run wants 2"):
+    with pytest.raises(LaunchError, match="1 tasks, the run wants 2"):
         job.begin(inside, 2, "")
 
 
@@ -142,7 +128,8 @@ def test_code_from_elsewhere_is_refused(inside: Path, tmp_path: Path) -> None:
         (place / "src").mkdir(parents=True)
         (place / "src/__init__.py").touch()
     environment = os.environ | {"PYTHONPATH": f"{other}:{ROOT}", "PATH": "/usr/bin:/bin"}
-    probe = "import sys; sys.path.remove(''); from slurm import job; job.begin(job.Path('r'), 2, '')"
-    done = subprocess.run([sys.executable, "-c", probe], cwd=here, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"src would be imported from {other}" in done.stderr
+    probe = "import sys; sys.path.remove(''); from slurm import job; sys.exit(job.main())"
+    command = [sys.executable, "-c", probe, "--tasks", "2", "r"]
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == exit_codes.BAD_INPUT
+    assert done.stderr.splitlines()[-1].startswith(f"error: src would be imported from {other}")

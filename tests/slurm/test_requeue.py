@@ -65,11 +65,12 @@ def test_a_job_that_was_cancelled_is_not_called_requeued(run: Path) -> None:
     assert decide(run, 0)[1].endswith("not requeued: the job was cancelled")
 
 
-def test_a_full_disk_keeps_no_job_from_coming_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_keeps_no_job_from_coming_back(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The history is not written, which is said; the job is requeued all the same."""
     stopped.mark(run, 40, "SIGUSR2")
-    (run / "slurm/7_history.jsonl").unlink()
-    (run / "slurm/7_history.jsonl").symlink_to("/dev/full")
+    monkeypatch.setattr(history, "open", lambda *path, **_: open("/dev/full", "a"), raising=False)  # noqa: SIM115
     assert decide(run, 0)[0] == exit_codes.STOPPED
     assert asked(run) == ["requeue incomplete 7"]
     assert "not noted in the job's history" in capsys.readouterr().err
