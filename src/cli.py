@@ -177,6 +177,7 @@ class ProjectCLI(StrictCLI):
             trainer = super().instantiate_trainer(**trainer_settings(self.resolved, given.trainer), **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:  # of Lightning's checks: the user's objects are built
             raise UserError(str(error)) from error
+        trainer.model_settings = yaml.safe_load(self.config_text).get("model")  # type: ignore[attr-defined]
         timeout = self.settings.collective_timeout_minutes
         self.hang_limit, notes = fit_timeouts(trainer.strategy, timeout, given.watchdog)
         self.resolved.notes += [*notes, *choose_format(trainer.strategy, given.checkpoint.format)]

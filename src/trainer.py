@@ -42,6 +42,7 @@ class ProjectTrainer(Trainer):
         }
         super().__init__(*args, precision=precision, **limits, **kwargs)  # type: ignore[arg-type]  # resolved by then
         self._checkpoint_connector = Restore(self)
+        self.model_settings: object = None  # of the configuration; a checkpoint keeps them
 
 
 def trainer_settings(resolved: Resolution, config: Namespace) -> dict[str, Any]:

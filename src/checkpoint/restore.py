@@ -10,16 +10,20 @@ import itertools
 import warnings
 from typing import Any
 
-from lightning import Trainer
+import torch
+from lightning import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from src.checkpoint.contents import rebuild
+from src.checkpoint.contents import average_in, rebuild
 from src.errors import AgreedError
 
 BUILT = "built"  # where a checkpoint has it
 DERIVED = {"initial_lr", "base_lrs", "_last_lr"}  # by schedulers, from `lr`
+# What an option of PyTorch's optimizers keeps for each parameter while it is on; zeros in the first step.
+KEPT_FOR = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+LARGEST_BUFFER = 2**16  # numbers; larger ones, such as masks, follow from the shape of the model
 State = dict[str, Any]
 
 
@@ -42,6 +46,27 @@ class Restore(_CheckpointConnector):
     def dump_checkpoint(self, weights_only: bool | None = None) -> State:
         """Add the states that this start was built with."""
         return super().dump_checkpoint(weights_only) | {BUILT: self._built}
+
+    def restore_model(self) -> None:
+        """Restore the weights, and every buffer but those that a changed setting has filled.
+
+        A loss keeps its classes' weights as a buffer, a diffusion its betas: the checkpoint would bring the old values
+        back. Where a setting of the model has changed, a buffer that is built with another value than before, and that
+        training has left as it was built, keeps the value of now.
+        """
+        then, module = self._loaded_checkpoint.get(BUILT, {}), self.trainer.lightning_module
+        settings = getattr(self.trainer, "model_settings", None)
+        self._built |= {"model": settings, "buffers": _small_buffers(module)}
+        if self.trainer.training and then.get("model") != settings:
+            weights, average = self._loaded_checkpoint.get("state_dict", {}), average_in(self._loaded_checkpoint)
+            for name, before in then.get("buffers", {}).items():
+                now, saved = self._built["buffers"].get(name), weights.get(name)
+                if _same(before, now) is False and _same(before, saved):
+                    weights[name] = now
+                    if name in average:
+                        average[name] = now
+                    self._note(f"{type(module).__name__} continues with the buffer {name} of the new settings")
+        super().restore_model()
 
     def restore_callbacks(self) -> None:
         """Restore the callbacks that the user has configured with their settings of now."""
@@ -71,6 +96,9 @@ class Restore(_CheckpointConnector):
         fresh = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
         of = [next(n for n, one in enumerate(optimizers) if one is scheduler.optimizer) for scheduler in schedulers]
         groups = self._groups
+        turned_on = [
+            _turned_on(before["groups"], group) for before, group in zip(then["optimizers"], groups, strict=True)
+        ]
         reduced: dict[int, list[float]] = {}  # how far schedules had come down, of optimizers with another rate now
         for number, state in enumerate(self._loaded_checkpoint["optimizer_states"]):
             saved = [group.get("lr") for group in state["param_groups"]]
@@ -80,6 +108,8 @@ class Restore(_CheckpointConnector):
                 # A rate of 0 is a warm-up's beginning, which a schedule that follows a metric has none of.
                 reduced[number] = [rate / was if was else 1.0 for rate, was in zip(saved, rates, strict=False)]
         super().restore_optimizers_and_schedulers()
+        for optimizer, options in zip(optimizers, turned_on, strict=True):
+            _start_state(optimizer, options)
         for number, scheduler in enumerate(schedulers):
             before, built = then["schedulers"][number : number + 1] or [{}], now["schedulers"][number]
             names = _changed(before[0], built) if before[0] else {"class"}
@@ -175,13 +205,45 @@ class Restore(_CheckpointConnector):
 
     def _say(self, what: str, before: State, now: State, names: set[str]) -> None:
         shown = ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in sorted(names - DERIVED))
-        if shown and self.trainer.is_global_zero:
-            print(f"note: {what} continues with {shown}", flush=True)
+        if shown:
+            self._note(f"{what} continues with {shown}")
+
+    def _note(self, text: str) -> None:
+        if self.trainer.is_global_zero:
+            print(f"note: {text}", flush=True)
 
 
 def _is_ours(callback: object) -> bool:
     """Whether this project adds it to every run: its settings do not come from its state."""
     return type(callback).__module__.startswith(("src.callbacks.", "src.checkpoint."))
+
+
+def _small_buffers(module: LightningModule) -> State:
+    """Return copies of the buffers that a checkpoint keeps, by name, on the CPU."""
+    small = {name: buffer for name, buffer in module.named_buffers() if buffer.numel() <= LARGEST_BUFFER}
+    kept = module.state_dict().keys() if small else ()
+    return {name: buffer.detach().cpu().clone() for name, buffer in small.items() if name in kept}
+
+
+def _same(before: Tensor, other: Tensor | None) -> bool | None:
+    """Return whether two buffers hold the same numbers, also in another type; None without a second of this shape."""
+    if other is None or before.shape != other.shape:
+        return None
+    return torch.equal(before.to(other.dtype), other.cpu())
+
+
+def _turned_on(before: list[State], now: list[State]) -> set[str]:
+    """Return the options of `KEPT_FOR` that an optimizer had not and has now, in any of its groups."""
+    return {
+        name for name in KEPT_FOR for old, new in zip(before, now, strict=True) if new.get(name) and not old.get(name)
+    }
+
+
+def _start_state(optimizer: torch.optim.Optimizer, options: set[str]) -> None:
+    """Give every parameter with restored state what options that are on from now on keep there."""
+    for parameter, state in optimizer.state.items():
+        for key in (KEPT_FOR[name] for name in options):
+            state.setdefault(key, torch.zeros_like(parameter, memory_format=torch.preserve_format))
 
 
 def _settings(group: State) -> State:

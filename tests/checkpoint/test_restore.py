@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning import Callback
 from lightning.pytorch.callbacks import EarlyStopping
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, RMSprop
 from torch.optim import lr_scheduler as schedules
 
 from src.checkpoint.restore import Restore
@@ -41,11 +41,11 @@ class Rates(Callback):
         self.seen.append(optimizer.param_groups[0]["lr"])
 
 
-def fit(module, steps, path, resume=None, callbacks=()):
+def fit(module, steps, path, resume=None, callbacks=(), settings=None):
     """Train up to `steps` steps, save at the end; returns the Trainer and the rate of each step."""
     rates = Rates()
-    trainer = quiet_trainer(max_steps=steps, max_epochs=-1, limit_val_batches=0, callbacks=[rates, *callbacks])
-    trainer._checkpoint_connector = Restore(trainer)
+    trainer: Any = quiet_trainer(max_steps=steps, max_epochs=-1, limit_val_batches=0, callbacks=[rates, *callbacks])
+    trainer._checkpoint_connector, trainer.model_settings = Restore(trainer), settings
     data = loader(trainer, torch.full((40, 1), 0.5), 1, train=True)
     trainer.fit(module, data, ckpt_path=resume, weights_only=True)
     trainer.save_checkpoint(path)
@@ -205,3 +205,50 @@ def test_a_checkpoint_without_a_record_is_restored_as_it_is(tmp_path):
     del content["built"]
     torch.save(content, tmp_path / "a.ckpt")
     assert fit(Built(sgd(0.03)), 6, tmp_path / "b.ckpt", tmp_path / "a.ckpt")[1] == [0.1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "kept"),
+    [
+        (AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (RMSprop, {"centered": True}, "grad_avg"),
+        (RMSprop, {"momentum": 0.9}, "momentum_buffer"),
+        (SGD, {"momentum": 0.9}, "momentum_buffer"),
+    ],
+)
+def test_an_option_that_keeps_something_for_each_parameter_can_be_turned_on(kind, option, kept, tmp_path):
+    """What it keeps begins at zero as in a new run, beside moments that stay; PyTorch alone would raise a KeyError."""
+    fit(Built(lambda parameters: kind(parameters, lr=0.1)), 3, tmp_path / "a.ckpt")
+    optimizer = lambda parameters: kind(parameters, lr=0.1, **option)  # noqa: E731
+    trainer, _ = fit(Built(optimizer), 5, tmp_path / "b.ckpt", tmp_path / "a.ckpt")
+    (state,) = trainer.optimizers[0].state.values()
+    assert state[kept].any()
+    assert "step" not in state or state["step"] == 5
+
+
+class WithBuffer(Built):
+    """A module that divides its loss by a buffer, which each step may count up."""
+
+    divisor: torch.Tensor
+
+    def __init__(self, divisor: float, counts: bool = False) -> None:
+        super().__init__(sgd())
+        self.register_buffer("divisor", torch.tensor(divisor))
+        self.counts = counts
+
+    def training_step(self, batch, batch_idx):
+        self.divisor += self.counts
+        return super().training_step(batch, batch_idx) / self.divisor
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts", "divisor"),
+    [({"divisor": 8.0}, False, 8.0), ({"divisor": 8.0}, True, 2.0 + 5), ({"divisor": 2.0}, False, 2.0)],
+    ids=["left as it was built", "changed by training", "of unchanged settings"],
+)
+def test_a_buffer_has_the_new_setting_or_is_restored(settings, counts, divisor, tmp_path):
+    """Only with other settings, and where training has not changed it: a buffer may be random in each start."""
+    fit(WithBuffer(2.0, counts), 3, tmp_path / "a.ckpt", settings={"divisor": 2.0})
+    module = WithBuffer(8.0, counts)
+    fit(module, 5, tmp_path / "b.ckpt", tmp_path / "a.ckpt", settings=settings)
+    assert module.divisor.item() == divisor
