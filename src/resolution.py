@@ -28,13 +28,9 @@ class Resolution:
 
 
 def resolve(config: Namespace, files: list[str]) -> Resolution:
-    """Resolve the merged configuration of a subcommand; `files` are the --config arguments, whose names label shapes.
-
-    Raises:
-        UserError: the machine, the launcher or the numbers do not fit.
-    """
+    """Resolve a subcommand's merged configuration; `files` are the --config arguments, whose names label shapes."""
     trainer = config.trainer
-    clip_note = _clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    _refuse_impossible(trainer)
     shape = read_shape(trainer.accelerator, trainer.num_nodes, trainer.devices)
     check_shape(shape, files, CONFIGS)
     environment = process_environment(shape)
@@ -47,15 +43,18 @@ def resolve(config: Namespace, files: list[str]) -> Resolution:
         torch.set_float32_matmul_precision("high")
     root = "trainer.default_root_dir has no effect: runs go to $RUN_ROOT" if trainer.default_root_dir else None
     of_precision = (precision.warning, low_note(precision.value))
-    notes = [note for note in (clip_note, other_card_note(files, cards), *of_precision, root) if note]
+    notes = [note for note in (other_card_note(files, cards), *of_precision, root) if note]
     return Resolution(shape, environment, precision, strategy, plan, _half(config, plan), notes)
 
 
-def _clipping(value: float | None, algorithm: str | None) -> str | None:
-    if value is not None and not value >= 0:
-        raise UserError(f"trainer.gradient_clip_val {value}: give a number above 0, or null for no clipping")
-    useless = algorithm and not value
-    return f"trainer.gradient_clip_algorithm {algorithm} has no effect without gradient_clip_val" if useless else None
+def _refuse_impossible(trainer: Namespace) -> None:
+    """Refuse numbers that Lightning takes and that mean nothing."""
+    clip = trainer.gradient_clip_val
+    if clip is not None and not clip >= 0:
+        raise UserError(f"trainer.gradient_clip_val {clip}: give a number above 0, or null for no clipping")
+    for name in ("val_check_interval", "check_val_every_n_epoch"):
+        if isinstance(every := trainer[name], int | float) and not every > 0:
+            raise UserError(f"trainer.{name} {every}: give a number above 0; limit_val_batches 0 validates nothing")
 
 
 def _half(config: Namespace, plan: BatchPlan | None) -> list[str]:

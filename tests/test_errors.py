@@ -133,6 +133,26 @@ def test_a_setting_that_is_refused_late_is_one_line(given, said, capfd):
     assert "Union" not in lines[-1]
 
 
+def test_a_new_run_that_is_refused_before_its_first_step_leaves_no_folder(run_root):
+    """The name is free for the next try; the folder of a run that was there before is kept."""
+    refused = [
+        "fit",
+        *CPU,
+        *SMALL,
+        "--trainer.val_check_interval",
+        "1000",
+        "--trainer.max_epochs",
+        "1",
+        "--run",
+        "mine",
+    ]
+    assert main(refused) == 2
+    assert not list(run_root.iterdir())
+    (run_root / "mine").mkdir()
+    assert main(refused) == 2
+    assert (run_root / "mine").exists()
+
+
 THEIRS = """
 import lightning
 if {imported}: {raising}

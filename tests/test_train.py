@@ -161,6 +161,8 @@ def test_one_epoch_unless_told_otherwise(arguments: list[str], epochs: int) -> N
     [
         (["--trainer.limit_val_batches", "1.5"], "limit_val_batches"),
         (["--trainer.max_steps", "-5"], "max_steps"),
+        (["--trainer.val_check_interval", "0"], "val_check_interval 0: give a number above 0"),
+        (["--trainer.check_val_every_n_epoch", "0"], "check_val_every_n_epoch 0: give"),
         (["--model.depth", "0"], "depth is 0"),
         (["--data.num_workers", "-1"], "num_workers is -1"),
         (["--checkpoint.keep", "0"], "checkpoint.keep is 0"),

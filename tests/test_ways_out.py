@@ -115,6 +115,13 @@ def test_the_first_ctrl_c_is_noted_while_training_and_the_second_leaves(capfd: p
         signal.raise_signal(signal.SIGINT)
 
 
+def test_ctrl_c_before_training_is_no_traceback(monkeypatch: pytest.MonkeyPatch, run_root: Path) -> None:
+    """While a configured class is built, `main` returns 130."""
+    monkeypatch.setattr(Leaves, "__init__", lambda self, **_: signal.raise_signal(signal.SIGINT))
+    assert main(["fit", *CPU, *SMALL, "--model", f"{__name__}.Leaves"]) == exit_codes.INTERRUPTED
+    assert not run_root.exists()
+
+
 def test_a_script_has_its_own_handlers_back(run_root: Path) -> None:
     """After `main([...])`, however it ended."""
     own = {number: signal.signal(number, lambda *_: None) for number in signals.STOPS}

@@ -191,6 +191,20 @@ def test_a_signal_before_training_stops_it_before_the_first_step(tmp_path: Path)
     assert "stopped by SIGTERM at step 0" in output
 
 
+def test_ctrl_c_during_the_imports_leaves_without_a_traceback(tmp_path: Path) -> None:
+    """The command ends with 130 and nothing on stderr; here PyTorch is a module that presses Ctrl-C."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "src.cli", "fit"],
+        cwd=ROOT,
+        env=environment(tmp_path, PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # the tests may ignore it
+    )
+    assert (done.returncode, done.stderr) == (exit_codes.INTERRUPTED, "")
+
+
 def test_a_reader_that_has_gone_ends_no_training(tmp_path: Path) -> None:
     """Of `fit | head -1`, or of a terminal: the run is trained to its end, saved, and the command ends with 0."""
     process = srun(tmp_path, 1, 1, *TWO_RANKS, "--trainer.devices", "1", "--run", "run")[0]
