@@ -1,4 +1,4 @@
-"""What changed since a run was last started, and what of it would make it another experiment."""
+"""Compare a start of a run with the one before, and refuse what would make it another experiment."""
 
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,12 @@ ESSENTIAL = ("task", "model", "seed_everything", "global_batch_size", "world_siz
 
 
 def refuse_changed(folder: Path, essentials: dict[str, Any], allowed: str | None) -> None:
-    """A run that has begun keeps its task, model class, seed, global batch and processes, unless the user says so.
+    """Refuse another task, model class, seed, global batch or world size for a run that has begun.
 
     Args:
         folder: the run directory
-        essentials: the values of now
+        essentials: the present values
         allowed: names that may have changed, with commas between
-
-    Raises:
-        UserError: a value changed and its name is not allowed; or a name that is none.
 
     """
     names = {name for name in (allowed or "").replace(",", " ").split() if name}
@@ -36,7 +33,7 @@ def refuse_changed(folder: Path, essentials: dict[str, Any], allowed: str | None
     if refused := [name for name in changed if name not in names]:
         was = ", ".join(f"{name} {before[name]} (now {essentials[name]})" for name in refused)
         raise UserError(
-            f"run {folder.name} has been trained with {was}: give it these values again, or go on as another "
+            f"run {folder.name} has been trained with {was}: give it these values again, or continue it as another "
             f"experiment with --allow_changed {','.join(changed)}, or start another run with --fresh"
         )
 
@@ -56,7 +53,7 @@ def keep_config(folder: Path, config: str) -> list[str]:
 
 
 def changes(folder: Path, config: str) -> list[str]:
-    """What differs from the configuration that the run was last started with, as a note."""
+    """Return what differs from the configuration that the run was last started with, as a note."""
     path = folder / "config.yaml"
     old = path.read_text(errors="replace") if path.exists() else config
     if old == config:
@@ -74,7 +71,7 @@ def changes(folder: Path, config: str) -> list[str]:
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one dictionary with dotted names."""
+    """Return nested settings as one dictionary with dotted names."""
     if not isinstance(config, dict):
         return {prefix: config}
     return {

@@ -1,20 +1,20 @@
-"""Who trains a run: a lock on its folder, which goes with the process that holds it, and a sign of life beside it."""
+"""Lock a run's folder for the process that trains it, and tell who holds the lock."""
 
 import fcntl
 import os
 import socket
 import time
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from src import exit_codes
 from src.errors import UserError
-from src.files import read_json
+from src.files import open_own, read_json
 
 HEARTBEAT_FILE = "heartbeat"  # of a run that has not ended in order; src/callbacks/heartbeat.py writes it
 HEARTBEAT_SECONDS = 10
 LOOK_SECONDS = 1.0  # for how long a command that only looks at a run (`status`) may hold its lock
-_locks: dict[Path, IO[str]] = {}  # open until `release` or the end of this process
+_locks: dict[Path, BinaryIO] = {}  # open until `release` or the end of this process
 
 
 class InUseError(UserError):
@@ -27,51 +27,45 @@ def hold(folder: Path) -> None:
     """Keep everybody else from this run until `release`; the lock goes with the process, however it ends.
 
     Two commands on one run would train twice into the same files. A lock may hold on one node only (`localflock`) or
-    be refused (Lustre without `flock`): there a heartbeat that goes on says that somebody trains the run.
-
-    Raises:
-        InUseError: somebody else holds it; the text says who.
-        UserError: the folder cannot be written to.
-
+    be refused (Lustre without `flock`): there a heartbeat that is still written says that somebody trains the run.
     """
     if folder in _locks:
         return
+    lock = open_own(folder / ".lock")
     try:
-        lock, until = (folder / ".lock").open("a+"), time.monotonic() + LOOK_SECONDS
-    except OSError as error:
-        raise UserError(f"the run folder {folder} cannot be written to ({error.strerror})") from error
-    try:
-        while not _is_locked(lock):
-            if time.monotonic() > until:
-                lock.seek(0)
-                holder = lock.read().strip()
-                lock.close()
-                raise InUseError(f"run {folder.name} is being trained right now by {holder}")
-            time.sleep(0.05)
-    except OSError:  # a file system without locks
-        lock.close()
-        _refuse_living(folder, here=True)
-        return
-    try:
+        holder = _wait_for(lock)
+        if holder is not None:
+            raise InUseError(f"run {folder.name} is being trained right now by {holder}")
         _refuse_living(folder, here=False)  # a process of this machine would hold the lock
-    except Exception:
+    except Exception as error:
         lock.close()
-        raise
+        if not isinstance(error, OSError):
+            raise
+        _refuse_living(folder, here=True)  # a file system without locks
+        return
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-    lock.flush()
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     _locks[folder] = lock
 
 
+def _wait_for(lock: BinaryIO) -> str | None:
+    """Lock it, or return who holds it for longer than a look takes."""
+    until = time.monotonic() + LOOK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return lock.read().decode(errors="replace").strip()
+        time.sleep(0.05)
+
+
 def _refuse_living(folder: Path, here: bool) -> None:
-    """Refuse a run whose heartbeat is written anew while this looks, as the clocks of two machines may differ.
+    """Refuse a run whose heartbeat is written anew during two periods of it, as the clocks of two machines may differ.
 
     A run that ended in order has none, and a killed one on this machine has no process: only a restart on another
-    machine, within an hour of a kill, waits for two beats.
-
-    Raises:
-        InUseError: it lives; the text says where
-
+    machine, within an hour of a kill, waits.
     """
     path = folder / HEARTBEAT_FILE
     beat = read_json(path)
@@ -92,16 +86,8 @@ def _refuse_living(folder: Path, here: bool) -> None:
             raise InUseError(f"run {folder.name} is being trained right now by process {now['pid']} on {now['host']}")
 
 
-def _is_locked(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def owner(folder: Path) -> str | None:
-    """Which process trains this run right now; None where nobody does, as far as this machine can see."""
+    """Return which process trains this run right now; None where nobody does, as far as this machine can see."""
     path = folder / ".lock"
     if not path.exists():
         return None

@@ -2,14 +2,20 @@
 
 import os
 import secrets
-from collections.abc import Callable
-from typing import Any
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
 
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.event_file_writer import EventFileWriter, _AsyncWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import FileWriter, SummaryWriter
 
-from src.files import write_text
+from src.files import put, write_text
 from src.metrics_csv import MetricsCSV
 from src.run import Run
 
@@ -17,33 +23,70 @@ from src.run import Run
 class RunTensorBoard(TensorBoardLogger):
     """TensorBoard's files in a run directory. A disk that takes no more costs events, and never the run."""
 
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:  # noqa: D102
-        self._attempt(super().log_metrics, metrics, step)
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> SummaryWriter:
+        """Return the writer, which takes `add_scalar`, `add_image` and so on."""
+        if self._experiment is None:
+            self._experiment: SummaryWriter | None = _Summaries(self.log_dir, **self._kwargs)
+        return self._experiment
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102
-        self._attempt(super().log_hyperparams, *args, **kwargs)
-
-    def save(self) -> None:  # noqa: D102
-        self._attempt(super().save)
-
-    def finalize(self, status: str) -> None:  # noqa: D102
-        self._attempt(super().finalize, status)
+    def save(self) -> None:
+        """Flush, and write hparams.yaml, which the run directory can do without."""
+        with suppress(OSError):
+            super().save()
 
     def flush(self) -> None:
         """Write what TensorBoard keeps to itself for two minutes."""
-        self._attempt(lambda: self.experiment.flush())
+        self.experiment.flush()
 
-    def _attempt(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+
+class _Summaries(SummaryWriter):
+    """PyTorch's writer with `_EventFile` below it."""
+
+    def _get_file_writer(self) -> FileWriter:
+        if self.file_writer is not None:
+            return self.file_writer
+        writer = FileWriter.__new__(FileWriter)
+        writer.event_writer = _EventFile(str(self.log_dir), self.max_queue, self.flush_secs)
+        self.file_writer, self.all_writers = writer, {self.log_dir: writer}  # type: ignore[assignment]
+        if self.purge_step is not None:  # what was logged from there on comes again
+            writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), self.purge_step)
+            self.purge_step = None
+        return writer
+
+
+class _EventFile(EventFileWriter):
+    """TensorBoard's own ends its thread at the first error of the disk, and raises it at each call from then on."""
+
+    def __init__(self, folder: str, max_queue: int, flush_seconds: float) -> None:
+        self._logdir = folder
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+        self._async_writer = _AsyncWriter(RecordWriter(_Records(Path(folder) / name)), max_queue, flush_seconds)
+        self.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+
+class _Records:
+    """A file that takes whole records, and drops them with one warning while the disk refuses them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.closed, self._warned = path, False, False
+
+    def write(self, record: bytes) -> None:
         try:
-            act(*args, **kwargs)
-        except (OSError, ValueError) as error:
-            if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
-                raise  # else Lightning has turned what the disk said into "you tried to log …"
-            self._experiment: Any = DummyExperiment()  # its thread has ended, and each new one would say so again
-            said = error.__cause__ or error
-            print(
-                f"warning: {self.log_dir} cannot be written ({said}): TensorBoard goes without the rest of this start"
-            )
+            self.path.parent.mkdir(exist_ok=True)
+            put(self.path, record)
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                print(f"warning: {self.path} cannot be written ({error.strerror}); its events are lost meanwhile")
+            self._warned = True
+
+    def flush(self) -> None:
+        """Do nothing: each record is written at once."""
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def run_loggers(run: Run) -> list[Logger]:

@@ -1,4 +1,4 @@
-"""How a run was started: code, versions and machine, as manifest.json keeps them."""
+"""Describe how a run was started: code, versions and machine, for manifest.json."""
 
 import datetime
 import importlib.metadata
@@ -21,7 +21,7 @@ DIFF_LIMIT = 2**20  # bytes of code.diff; a larger one is data in git, not code
 
 
 def git(*arguments: str) -> str | None:
-    """What git says about the code that runs; None outside a repository or without git."""
+    """Return what git prints about the code that runs; None outside a repository or without git."""
     try:
         result = subprocess.run(
             ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, errors="replace", timeout=30
@@ -32,7 +32,7 @@ def git(*arguments: str) -> str | None:
 
 
 def _code() -> tuple[str | None, str, bool, list[str]]:
-    """Commit, what differs from it, whether anything does, untracked files: of the snapshot where this code is one.
+    """Return commit, diff, whether it is dirty, and untracked files: those of the snapshot where this code is one.
 
     A snapshot is no repository, but may lie in one, whose state is another by now.
     """
@@ -49,7 +49,7 @@ def _code() -> tuple[str | None, str, bool, list[str]]:
 
 
 def describe_start(run: Run, cards: Iterable[str]) -> dict[str, Any]:
-    """The part of manifest.json that is about code and machine; writes code.diff where the tree is dirty.
+    """Return the part of manifest.json about code and machine; writes code.diff where the tree is dirty.
 
     Environment variables are left out: they hold secrets.
     """

@@ -1,4 +1,4 @@
-"""The run directory: one folder that keeps a run's identity over restarts, requeues and machines.
+"""Make and find run directories: one folder keeps a run's identity over restarts, requeues and machines.
 
 runs/<name>/config.yaml      the merged configuration; feed it back with --config
             manifest.json    how it was started: command, commit, versions, hardware, batch, precision
@@ -6,9 +6,9 @@ runs/<name>/config.yaml      the merged configuration; feed it back with --confi
             metrics.csv      one row per logged step
             tensorboard/     the same metrics
             checkpoints/
-            summary.json     where it stands, written while it runs, when it ends, crashes or is tripped
+            summary.json     its state, written while it runs, when it ends, crashes or is tripped
             heartbeat        when it was last alive, and where; only while it runs, or if it was killed
-            STOPPED          a signal came, the state is saved; the next start takes it away
+            STOPPED          a signal came and the state is saved; the next start removes it
             DONE             only in a run that finished
 """
 
@@ -18,7 +18,9 @@ import glob
 import hashlib
 import json
 import os
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,8 @@ from src import stopped
 from src.changes import changes, keep_config, refuse_changed
 from src.checkpoint.choose import NoWholeCheckpointError, newest
 from src.checkpoint.files import clear_temporary, fault, moved_aside, ours, place_inside, rows_inside
-from src.errors import UserError
-from src.files import TEMPORARY, read_json, write_text
+from src.errors import FileError, UserError
+from src.files import read_json, write_text
 from src.lock import hold, owner
 from src.storage import require_room, run_root
 
@@ -39,11 +41,11 @@ NAME = "{task}-{date}-{hash}"  # of a run that the user gave none; the hash is t
 
 @dataclass
 class Run:
-    """What rank 0 found or made; plain types, so that it can be handed to the other ranks."""
+    """A run as rank 0 found or made it; plain types, so that it can be handed to the other ranks."""
 
     folder: str
     state: str  # new | continued | finished
-    checkpoint: str | None = None  # where training goes on
+    checkpoint: str | None = None  # where training resumes
     step: int = 0  # steps done in it
     rows: int = 0  # of its steps, as loggers count them
     place: str = ""  # in the data, for people to read
@@ -51,12 +53,12 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run directory."""
+        """Return the run directory."""
         return Path(self.folder)
 
     @property
     def name(self) -> str:
-        """The name for --run."""
+        """Return the name for --run."""
         return self.path.name
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
@@ -64,10 +66,20 @@ class Run:
         write_text(self.path / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A file of the run directory; {} where there is none yet."""
+        """Return a file of the run directory; {} where there is none yet."""
         return read_json(self.path / name)
 
 
+@contextmanager
+def _system_errors() -> Iterator[None]:
+    """Turn what the system says of a file of the run into a UserError, which reaches every rank."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(error) from error
+
+
+@_system_errors()
 def open_run(
     name: str | None,
     task: str,
@@ -81,6 +93,8 @@ def open_run(
 ) -> Run:
     """Make a new run, or find the one called `name`: finished, or to be continued from its newest checkpoint.
 
+    A run that had checkpoints is never started from scratch: where all are damaged or gone, it is refused.
+
     Args:
         name: from --run; None makes one from task, date and a hash of the configuration
         task: starts a generated name
@@ -91,73 +105,65 @@ def open_run(
         allowed: names of these that may have changed, with commas between
         fresh: where there is a run called `name`, start another one called `name-2` (3, …)
 
-    Raises:
-        UserError: a name that is no folder name, a run root that cannot be used, another task, seed, batch or number
-            of processes than the run has had.
-        NoWholeCheckpointError: the run has checkpoints and all are damaged, or it had some and all are gone.
-
     """
-    root, notes = run_root()
-    _check_name(name)
-    if name is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        name = _generated_name(task, config)  # what torchrun starts again has lost a process, and goes on
-    if fresh and name is not None:
-        name = _free_name(root, name)
-    if name is None:
-        require_room(root, checkpoint_bytes, checkpoints)
-        notes += _unfinished(root, task, config)
-        folder = _new_folder(root, task, config)
-        run = Run(str(folder), "new", notes=notes)
-    else:
-        folder = root / name
-        if (folder / "DONE").exists():
-            return Run(str(folder), "finished", step=_last_step(folder), notes=changes(folder, config))
-        there = len(ours(folder / "checkpoints", "newest") + ours(folder / "checkpoints", "best"))
-        require_room(root, checkpoint_bytes, max(1, checkpoints - there))
-        existed = folder.exists()
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise UserError(f"the run folder {folder} cannot be made ({error.strerror})") from error
-        run = Run(str(folder), "continued" if existed else "new", notes=notes)
+    run = _find_or_make(name, task, config, checkpoint_bytes, checkpoints, fresh)
+    if run.state == "finished":
+        return run
+    folder = run.path
     hold(folder)
     stopped.rotate(folder)
+    _require_writable(folder / "checkpoints")
     clear_temporary(folder / "checkpoints")
-    if found := newest(folder / "checkpoints", quarantine=True):
-        run.checkpoint, run.step, run.rows = str(found[0]), found[1], rows_inside(found[0])
-        run.place = place_inside(found[0])
+    if chosen := newest(folder / "checkpoints", quarantine=True):
+        run.checkpoint, run.step, run.rows = str(chosen[0]), chosen[1], rows_inside(chosen[0])
+        run.place = place_inside(chosen[0])
         refuse_changed(folder, essentials or {}, allowed)
     else:
         _refuse_lost(folder)
-    _make_writable(folder / "checkpoints")
     run.notes += keep_config(folder, config)
     return run
 
 
-def _make_writable(folder: Path) -> None:
+def _find_or_make(name: str | None, task: str, config: str, size: int, checkpoints: int, fresh: bool) -> Run:
+    root, notes = run_root()
+    _check_name(name)
+    if name is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        name = _generated_name(task, config)  # torchrun has lost a process and starts the same run again
+    if name is None:
+        require_room(root, size, checkpoints)
+        notes += _unfinished(root, task, config)
+        return Run(str(_new_folder(root, task, config)), "new", notes=notes)
+    folder = root / (_free_name(root, name) if fresh else name)
+    if (folder / "DONE").exists():
+        return Run(str(folder), "finished", step=_last_step(folder), notes=changes(folder, config))
+    saved = len(ours(folder / "checkpoints", "newest") + ours(folder / "checkpoints", "best"))
+    require_room(root, size, max(1, checkpoints - saved))
+    existed = folder.exists()
+    folder.mkdir(exist_ok=True)
+    return Run(str(folder), "continued" if existed else "new", notes=notes)
+
+
+def _require_writable(folder: Path) -> None:
+    """Make the folder of checkpoints; refuse one that cannot be written to, or listed, as it would look empty."""
     try:
         folder.mkdir(exist_ok=True)
-        probe = folder / TEMPORARY.format(name="probe")
-        probe.touch()
-        probe.unlink()
+        os.listdir(folder)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(f"nothing can be saved in {folder} ({error.strerror})") from error
+        error.filename = str(folder)
+        raise
 
 
 def _refuse_lost(folder: Path) -> None:
-    """No checkpoint to go on from is a run that never saved one: else a start from scratch would bury the work.
-
-    Raises:
-        NoWholeCheckpointError: it has saved some, which were all moved aside or deleted.
-
-    """
-    place, aside = folder / "checkpoints", moved_aside(folder / "checkpoints")
+    """Refuse a run that has saved checkpoints which were all moved aside or deleted."""
+    checkpoints = folder / "checkpoints"
+    aside = moved_aside(checkpoints)
     last = read_json(folder / "summary.json").get("last_checkpoint")
     if not aside and not last:
         return
     where = ", ".join(sorted({path.parent.name for path in aside}))
     raise NoWholeCheckpointError(
-        f"run {folder.name} has been trained and there is no checkpoint in {place} to go on from: "
+        f"run {folder.name} has been trained and there is no checkpoint in {checkpoints} to resume from: "
         + (f"those in {where} were moved aside, put one back or " if aside else f"{last} is gone, restore it or ")
         + "start another run with --fresh"
     )
@@ -171,13 +177,13 @@ def _check_name(name: str | None) -> None:
 
 
 def _free_name(root: Path, name: str) -> str:
-    """`name`, or with the first number behind it that no run has."""
+    """Return `name`, or `name-2`, `name-3` …, the first that no run has."""
     names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
     return next((free for free in names if not (root / free).exists()), name)
 
 
 def _generated_name(task: str, config: str) -> str:
-    """Of the moment when this command was launched; of torchrun's restarts, when torchrun was."""
+    """Return a name with the time of now; under torchrun that of its own start, which its restarts share."""
     moment = datetime.datetime.now()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(OSError, ValueError, StopIteration):
@@ -188,7 +194,7 @@ def _generated_name(task: str, config: str) -> str:
 
 
 def _new_folder(root: Path, task: str, config: str) -> Path:
-    """A folder that nobody else has: two runs of the same second and configuration get different ones."""
+    """Make a folder; two runs of the same second and configuration get different ones."""
     base = _generated_name(task, config)
     for number in range(1, 1000):
         folder = root / (base if number == 1 else f"{base}-{number}")
@@ -201,7 +207,7 @@ def _new_folder(root: Path, task: str, config: str) -> Path:
 
 
 def _unfinished(root: Path, task: str, config: str) -> list[str]:
-    """A note where an earlier start of the very same configuration has left something that could be continued."""
+    """Return a note where a run of the very same configuration could be continued."""
     alike = sorted(root.glob(NAME.format(task=glob.escape(task), date="*", hash=_hash(config)) + "*"), reverse=True)
     for run in alike:
         if not (run / "DONE").exists() and ours(run / "checkpoints", "newest") and owner(run) is None:
@@ -217,14 +223,11 @@ def _last_step(folder: Path) -> int:
     return read_json(folder / "summary.json").get("last_step", 0)
 
 
+@_system_errors()
 def find_run(name: str | None, model: Any) -> Run:
-    """The run to evaluate: the one called `name`, else the newest one with this `model` configuration.
+    """Return the run to evaluate: the one called `name`, else the newest one with this `model` configuration.
 
     Its `checkpoint` is the best by the run's metric, else the newest.
-
-    Raises:
-        UserError: no such run, or it has no checkpoint; the text says where it looked and what is there.
-
     """
     root, _ = run_root(written=False)
     if name is not None:
@@ -238,44 +241,39 @@ def find_run(name: str | None, model: Any) -> Run:
             )
         folder = folders[0]
     best = [path for path in ours(folder / "checkpoints", "best") if fault(path) is None]
-    found = (best[-1], 0) if best else newest(folder / "checkpoints")
-    if found is None:
+    chosen = (best[-1], 0) if best else newest(folder / "checkpoints")
+    if chosen is None:
         raise UserError(f"{folder} has no checkpoint yet")
-    return Run(str(folder), "evaluated", str(found[0]))
+    return Run(str(folder), "evaluated", str(chosen[0]))
 
 
 def existing_run(root: Path, name: str) -> Path:
-    """The directory of the run called `name`.
-
-    Raises:
-        UserError: there is none; the text says where it looked, which names are like it, or which are the newest.
-
-    """
+    """Return the directory of the run called `name`; refuse a missing one with the names that are like it."""
     _check_name(name)
     folder = root / name
     if not folder.is_dir():
-        there = [path.name for path in newest_first(root)]
-        near = difflib.get_close_matches(name, there, n=3)
-        known = f"like it: {', '.join(near)}" if near else f"the newest there: {', '.join(there[:5]) or 'none'}"
+        names = [path.name for path in newest_first(root)]
+        near = difflib.get_close_matches(name, names, n=3)
+        known = f"like it: {', '.join(near)}" if near else f"the newest there: {', '.join(names[:5]) or 'none'}"
         raise UserError(f"there is no run {name!r} in {root}; {known}")
     return folder
 
 
 def newest_first(root: Path) -> list[Path]:
-    """The runs in `root`, the one that was started last first; folders that may not be looked into are among them."""
-    found = []
+    """Return the runs in `root`, the latest start first; folders that may not be looked into are among them."""
+    runs = []
     for path in root.iterdir():
         try:
             if (path / "config.yaml").exists():
                 manifest = path / "manifest.json"
-                found.append((manifest.stat().st_mtime_ns if manifest.exists() else 0, path))
+                runs.append((manifest.stat().st_mtime_ns if manifest.exists() else 0, path))
         except OSError:
-            found.append((0, path))
-    return [path for _, path in sorted(found, reverse=True)]
+            runs.append((0, path))
+    return [path for _, path in sorted(runs, reverse=True)]
 
 
 def _model_of(folder: Path) -> Any:
-    """The model that a run's configuration names; None where it cannot be read."""
+    """Return the model that a run's configuration names; None where it cannot be read."""
     with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
         return yaml.safe_load((folder / "config.yaml").read_text()).get("model")
     return None

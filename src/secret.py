@@ -1,4 +1,4 @@
-"""What looks like a key, token or password: options that hold one are refused by `src.cli` and by the launcher."""
+"""Recognize keys, tokens and passwords: `src.cli` and the launcher refuse options that hold one."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ INSIDE = re.compile(
 
 
 def secret_option(arguments: Sequence[str]) -> str | None:
-    """The first of these options that seems to hold a secret, without its value; None where none does."""
+    """Return the first of these options that seems to hold a secret, without its value; None where none does."""
     for index, part in enumerate(arguments):
         name, equals, value = part.partition("=")
         value = value if equals else arguments[index + 1] if index + 1 < len(arguments) else ""

@@ -1,30 +1,26 @@
-"""Where runs live: a folder that can be written to, has room, and outlives this machine."""
+"""Find the folder where runs live: it can be written to, has room, and outlives this machine."""
 
 import os
 import shutil
 import socket
-import time
-import uuid
+import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from src.errors import AgreedError, UserError
+from src.errors import AgreedError, FileError, UserError
 from src.ranks import gather_objects
+from src.stopped import READ_BY_SCRIPT
 from src.vanishing import vanishes
-
-APPEAR_SECONDS = 30  # a new name on NFS may show late
 
 
 def run_root(written: bool = True) -> tuple[Path, list[str]]:
-    """Where runs live, `$RUN_ROOT` or ./runs, made if need be; and what is doubtful about it.
+    """Return `$RUN_ROOT` or ./runs, made if need be, and notes on what is doubtful about it.
 
     Args:
         written: it will be written to, else only read
-
-    Raises:
-        UserError: it cannot be made or written to.
 
     """
     given = os.environ.get("RUN_ROOT")
@@ -36,26 +32,36 @@ def run_root(written: bool = True) -> tuple[Path, list[str]]:
     try:
         if not written and root.is_dir():
             return root, notes
-        root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".writable-{socket.gethostname()}-{os.getpid()}"
-        probe.touch()
-        probe.unlink(missing_ok=True)
+        root.mkdir(mode=0o755, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
-        raise UserError(
+        refused = UserError(
             f"the run root {root} cannot be written to ({error.strerror}): set RUN_ROOT to a folder on scratch"
-        ) from error
+        )
+        refused.exit_code = FileError(error).exit_code
+        raise refused from error
+    if READ_BY_SCRIPT not in os.environ:  # else the launcher has looked
+        notes += _open_to_others(root)
     if why := vanishes(root):
         notes.append(f"the run root {root} is {why}: set RUN_ROOT to a folder that outlives this machine")
     return root, notes
 
 
+def _open_to_others(root: Path) -> list[str]:
+    """Refuse a run root that everybody can write to, except a sticky one; return a note where its group can."""
+    mode = root.stat().st_mode
+    if mode & stat.S_ISVTX:
+        return []
+    if mode & stat.S_IWOTH:
+        raise UserError(
+            f"everybody can write to the run root {root}, and so change what a resumed run loads: chmod o-w {root}, or "
+            "set RUN_ROOT to a folder of your own"
+        )
+    return [f"its group can write to the run root {root}: chmod g-w {root}, or trust them"] * bool(mode & stat.S_IWGRP)
+
+
 def require_room(root: Path, checkpoint_bytes: int, checkpoints: int) -> None:
-    """So many checkpoints must fit.
-
-    Raises:
-        UserError: how much is needed and how much is free.
-
-    """
+    """Refuse a run root where so many checkpoints do not fit."""
     free, need = shutil.disk_usage(root).free, checkpoints * checkpoint_bytes
     if free < need:
         raise UserError(
@@ -65,42 +71,31 @@ def require_room(root: Path, checkpoint_bytes: int, checkpoints: int) -> None:
 
 
 def refuse_unshared(folder: Path) -> None:
-    """Every rank must see the run directory that rank 0 made: a folder of each node would scatter the run over them.
+    """Require that every rank sees the run directory that rank 0 made; a folder of each node would scatter the run.
 
-    Collective, where there is a process group.
-
-    Raises:
-        AgreedError: on every rank; names a host that does not see it, or says that rank 0 cannot write to it.
-
+    Collective, where there is a process group. A name that no node has asked for before is in no cache of NFS.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    marks: list[str | None] = [f".seen-{uuid.uuid4().hex}", None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            (folder / str(marks[0])).touch()
-        except OSError as error:
-            marks[1] = error.strerror or str(error)
-    torch.distributed.broadcast_object_list(marks, 0)
-    if marks[1]:
-        raise AgreedError(f"the run directory {folder} cannot be written to ({marks[1]})")
-    mark = folder / str(marks[0])
-    ranks = gather_objects(None if _appears(mark) else socket.gethostname())
+    mark, reason = gather_objects(_leave_mark(folder) if torch.distributed.get_rank() == 0 else None)[0]
+    if reason:
+        raise AgreedError(f"the run directory {folder} cannot be written to ({reason})")
+    hosts = gather_objects(None if (folder / mark).exists() else socket.gethostname())
     if torch.distributed.get_rank() == 0:
         with suppress(OSError):
-            mark.unlink()
-    if blind := [f"rank {rank} on {host}" for rank, host in enumerate(ranks) if host]:
+            (folder / mark).unlink()
+    if blind := [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host]:
         raise AgreedError(
             f"the run directory {folder}, made by rank 0 on this node, is not there for {', '.join(blind[:3])}"
             f"{' …' if len(blind) > 3 else ''}: set RUN_ROOT to a folder that all nodes share"
         )
 
 
-def _appears(path: Path) -> bool:
-    until = time.monotonic() + APPEAR_SECONDS
-    while not path.exists():
-        if not path.parent.is_dir() or time.monotonic() > until:
-            return False
-        os.listdir(path.parent)  # makes NFS look again
-        time.sleep(0.1)
-    return True
+def _leave_mark(folder: Path) -> tuple[str, str]:
+    """Make a file of a new name; returns the name, or else the reason why there is none."""
+    try:
+        descriptor, path = tempfile.mkstemp(dir=folder, prefix=".seen-")
+    except OSError as error:
+        return "", error.strerror or str(error)
+    os.close(descriptor)
+    return Path(path).name, ""

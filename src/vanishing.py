@@ -1,4 +1,4 @@
-"""Folders that will not be there tomorrow, or on another node. Without PyTorch, as the launcher looks too."""
+"""Tell folders that will not be there tomorrow, or on another node. Without PyTorch, as the launcher uses it too."""
 
 import os
 import re
@@ -10,7 +10,7 @@ VANISHING_FILESYSTEMS = ("overlay", "tmpfs", "ramfs")
 
 
 def vanishes(root: Path) -> str | None:
-    """Why this folder will not be there tomorrow, or on another node; None where nothing says so."""
+    """Return why this folder will not be there tomorrow, or on another node; None where nothing says so."""
     resolved = root.resolve()
     local = [Path(value) for name in NODE_LOCAL_VARIABLES if (value := os.environ.get(name))]
     for folder in [*map(Path, NODE_LOCAL), *local]:
@@ -21,7 +21,7 @@ def vanishes(root: Path) -> str | None:
 
 
 def filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that holds `path`; "" where the system does not say."""
+    """Return the type of the file system that holds `path`; "" where the system does not say."""
     if not mounts.exists():
         return ""
     best, kind = "", ""

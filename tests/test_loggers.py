@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.event_pb2 import Event
 
-from src.loggers import keep_wandb_run
+from src import loggers
+from src.loggers import keep_wandb_run, run_loggers
 from src.run import Run
 from tests.commands import CPU, SMALL, fit, losses, train
+from tests.small_task import SmallModule
 
 
 class WandbLogger(CSVLogger):
@@ -69,18 +72,47 @@ def test_only_rank_0_makes_an_id(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert list(run.path.iterdir()) == []
 
 
-def test_a_disk_that_takes_no_events_ends_no_training(
+class Raw(SmallModule):
+    """A module that writes to TensorBoard by itself."""
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.logger.experiment.add_scalar("raw", 1.0, self.global_step)  # type: ignore[union-attr]
+
+
+def steps(run: Path, name: str) -> list[int]:
+    """The steps at which TensorBoard has a scalar, over all of a run's files."""
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Scalars(name)]
+
+
+def test_tensorboard_outlasts_a_full_disk(
     run_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """TensorBoard's writer raises at each call from then on: it is said once, and the rows are all there."""
-    add = SummaryWriter.add_scalar
+    """Neither a logged metric nor a module's own call ends the run; said once; and it continues when there is room."""
+    write, refused = loggers.put, []
 
-    def full(self: SummaryWriter, name: str, value: float, step: int | None = None, **more: object) -> None:
-        if (step or 0) >= 2:
+    def full_in_the_middle(path: Path, record: bytes) -> int:
+        event = Event.FromString(record[12:-4])
+        if event.step in (1, 2) and event.summary.value:
+            refused.append(event.step)
             raise OSError(errno.ENOSPC, "No space left on device")
-        add(self, name, value, step)
+        return write(path, record)
 
-    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
-    run = fit(run_root, "full", *SMALL)
+    monkeypatch.setattr(loggers, "put", full_in_the_middle)
+    run = fit(run_root, "full", *SMALL, "--model", "tests.test_loggers.Raw")
+    assert set(refused) == {1, 2}
+    assert steps(run, "train/loss") == [0, 3]
+    assert steps(run, "raw") == [3, 4]
     assert len(losses(run)) == 4
-    assert capsys.readouterr().out.count("tensorboard cannot be written ([Errno 28] No space left on device)") == 1
+    assert capsys.readouterr().out.count("cannot be written (No space left on device)") == 1
+
+
+def test_a_resumed_run_has_each_event_once(tmp_path: Path) -> None:
+    """What an earlier start has logged after its last save is in TensorBoard's files, and not in what it shows."""
+    for state, first in (("new", 0), ("continued", 4)):
+        board, _ = run_loggers(Run(str(tmp_path), state, rows=first))
+        for step in range(first, 6):
+            board.log_metrics({"train/loss": step}, step)
+        board.finalize("success")
+    assert steps(tmp_path, "train/loss") == list(range(6))

@@ -82,6 +82,31 @@ def test_a_run_root_that_cannot_be_written_to_is_refused(monkeypatch, tmp_path):
         run_root()
 
 
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [(0o777, "refused"), (0o757, "refused"), (0o1777, ""), (0o775, "its group can write"), (0o755, ""), (0o700, "")],
+)
+def test_a_run_root_that_others_can_write_to_is_refused(root, monkeypatch, mode, said):
+    """Everybody could change what a resumed run loads; a group's folder is noted; a launched job was asked before."""
+    root.mkdir()
+    root.chmod(mode)
+    if said == "refused":
+        with pytest.raises(UserError, match=f"everybody can write to the run root {root}.*chmod o-w"):
+            run_root()
+        monkeypatch.setenv("STOPPED_IS_READ", "1")
+    assert [said in note for note in run_root()[1]] == [True] * (said != "refused" and bool(said))
+
+
+@pytest.mark.usefixtures("root")
+def test_a_run_root_that_is_made_is_its_owners(root):
+    """Whatever the umask, so that no later start finds it open to others."""
+    before = os.umask(0)
+    try:
+        assert run_root() == (root, [])
+    finally:
+        os.umask(before)
+
+
 @pytest.mark.usefixtures("root")
 @pytest.mark.parametrize("name", ["TMPDIR", "SLURM_TMPDIR"])
 def test_a_node_local_run_root_is_said(monkeypatch, tmp_path, name):
@@ -139,8 +164,8 @@ def test_all_checkpoints_must_fit(root, monkeypatch):
         open_run("mine", "letters", CONFIG, 2**30, checkpoints=5)
 
 
-@pytest.mark.parametrize(("name", "said"), [(".lock", "cannot be written to"), ("checkpoints", "nothing can be saved")])
-def test_a_run_folder_that_takes_no_files_is_refused(root, name, said):
+@pytest.mark.parametrize("name", [".lock", "checkpoints"])
+def test_a_run_folder_that_takes_no_files_is_refused(root, name):
     """Before training, not at its end: neither the lock nor a checkpoint could be written."""
     run = open_run("mine", "letters", CONFIG, 0)
     release()
@@ -151,7 +176,7 @@ def test_a_run_folder_that_takes_no_files_is_refused(root, name, said):
     else:
         place.unlink()
         place.mkdir()
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"mine/{name}: .* start again"):
         open_run("mine", "letters", CONFIG, 0)
 
 

@@ -12,7 +12,6 @@ from src.errors import AgreedError
 def ask(rank: int, folders: list[str], rendezvous: str, answers: str) -> None:
     """One rank of a group of two, with a folder of its own."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    storage.APPEAR_SECONDS = 1
     try:
         storage.refuse_unshared(Path(folders[rank]))
         answer = "all see it"
