@@ -1,4 +1,4 @@
-"""How fast the processes of a group sum up tensors over all."""
+"""Measure how fast the processes of a group all-reduce tensors."""
 
 import statistics
 import time
@@ -14,12 +14,7 @@ ROUNDS = 5  # of which the median counts
 
 
 def measure(backend: str, device: torch.device) -> list[tuple[int, float]]:
-    """Bytes and the seconds of one all-reduce of fp32, for each size. Collective.
-
-    Raises:
-        UserError: a sum came out wrong.
-
-    """
+    """Return bytes and seconds of one all-reduce of fp32, for each size, after a check of a sum. Collective."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     total = torch.full((1000,), rank + 1.0, device=device)
     torch.distributed.all_reduce(total)
@@ -41,5 +36,5 @@ def _seconds(size: int, repeats: int, device: torch.device) -> float:
 
 
 def bus_bandwidth(size: int, seconds: float, world_size: int) -> float:
-    """GB/s (10⁹ bytes) as nccl-tests has it: what every link carries, whatever the number of ranks."""
+    """Return GB/s (10⁹ bytes) as nccl-tests has it: what every link carries, whatever the number of ranks."""
     return 2 * (world_size - 1) / world_size * size / seconds / 1e9

@@ -12,8 +12,10 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,8 @@ if __name__ == "__main__":
     from src import streams
 
     streams.outlast_readers()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while PyTorch waits for others, no handler of Python's runs
 
 import torch
 
@@ -64,12 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examinations(arguments: argparse.Namespace) -> tuple[int, list[Iterator[Line]]]:
-    """This process's rank and what it looks at: all of it on rank 0, the group alone on the others.
-
-    Raises:
-        UserError: the group is asked for where there is none, or a time that is none.
-
-    """
+    """Return this process's rank and what it looks at: everything on rank 0, the group alone on the others."""
     if not arguments.timeout > 0:
         raise UserError(f"--timeout is {arguments.timeout:g}; it is a number of seconds above 0")
     launch = None
@@ -89,7 +88,7 @@ def examinations(arguments: argparse.Namespace) -> tuple[int, list[Iterator[Line
 
 
 def machine() -> Iterator[Line]:
-    """Versions and cards; a driver that does not answer may cost a run."""
+    """Give versions and cards; a driver that does not answer may cost a run."""
     yield "python", f"{platform.python_version()}, torch {torch.__version__}", False
     yield "cpus", f"{usable_cpus()}", False
     for index in range(torch.cuda.device_count()):
@@ -106,7 +105,7 @@ def machine() -> Iterator[Line]:
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver; None where nvidia-smi does not know, as with a card that has fallen off."""
+    """Return the version of NVIDIA's driver; None where nvidia-smi does not know, as with a card that is lost."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -116,7 +115,7 @@ def driver() -> str | None:
 
 
 def storage() -> Iterator[Line]:
-    """Where runs live."""
+    """Give the run root, what is free there and how fast it is."""
     root, notes = run_root()
     origin = "RUN_ROOT" if os.environ.get("RUN_ROOT") else "RUN_ROOT is not set"
     yield "run root", f"{root} ({origin}; {filesystem(root.resolve()) or 'unknown'} file system)", False
@@ -137,28 +136,19 @@ def storage() -> Iterator[Line]:
 
 
 def writing_speed(folder: Path) -> float:
-    """MiB/s to the disk, not to memory that the system would write later.
-
-    Raises:
-        UserError: it cannot be written.
-
-    """
-    probe = folder / f".speed-{os.getpid()}"
+    """Return MiB/s to the disk, not to memory that the system would write later."""
     block = os.urandom(2**20)
     try:
         begun = time.perf_counter()
-        with probe.open("wb") as file:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             for _ in range(WRITTEN):
                 file.write(block)
-            file.flush()
             os.fsync(file.fileno())
         return WRITTEN / (time.perf_counter() - begun)
     except OSError as error:
         raise UserError(
             f"{folder} does not take {WRITTEN} MiB ({error.strerror}): make room or set RUN_ROOT"
         ) from error
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

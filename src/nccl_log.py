@@ -1,4 +1,4 @@
-"""What NCCL's own report, at NCCL_DEBUG=INFO, says of the ways that data takes between GPUs."""
+"""Read from NCCL's own report, at NCCL_DEBUG=INFO, which ways data takes between GPUs."""
 
 import os
 import re
@@ -37,34 +37,30 @@ def report_into(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """What it has written there; "" where it has not."""
+    """Return what it has written there; "" for nothing."""
     return "".join(path.read_text(errors="replace") for path in sorted(folder.glob("nccl.*")))
 
 
 def links(text: str) -> list[Link]:
-    """The connections that this process has made, each once, whatever the number of its channels.
+    """Return the connections that this process has made, each once, whatever the number of its channels.
 
     What follows the transport's name is left out where it counts devices (`NET/IB/3(1)` is `NET/IB`); GDRDMA, by which
     a network card reads the GPU's memory itself, stays. P2P is named with what the ring of this host runs over.
     """
-    path = next((PATHS.get(found[1]) for found in RING.finditer(text)), None)
-    found = {
-        (int(match[1]), int(match[2]), _name(match[3], path))
-        for match in CHANNEL.finditer(text)
-        if match[1] != match[2]
-    }
-    return sorted(found)
+    path = next((PATHS.get(ring[1]) for ring in RING.finditer(text)), None)
+    channels = (match.groups() for match in CHANNEL.finditer(text) if match[1] != match[2])
+    return sorted({(int(source), int(target), _name(way, path)) for source, target, way in channels})
 
 
 def multicast(text: str) -> bool:
-    """Whether NVLink's switches sum up (NVLink SHARP)."""
+    """Return whether NVLink's switches sum up (NVLink SHARP)."""
     return MULTICAST.search(text) is not None
 
 
 def last_warning(text: str) -> str:
-    """The last of NCCL's warnings, without where it comes from; "" where there is none."""
-    found = re.findall(r"NCCL WARN (.*)", text)
-    return found[-1].strip() if found else ""
+    """Return the last of NCCL's warnings, without where it comes from; "" where there is none."""
+    warnings = re.findall(r"NCCL WARN (.*)", text)
+    return warnings[-1].strip() if warnings else ""
 
 
 def _name(way: str, path: str | None) -> str:
@@ -77,7 +73,7 @@ def _name(way: str, path: str | None) -> str:
 
 
 def summary(connections: Iterable[Sequence]) -> list[str]:
-    """Every way once, with the pairs of ranks that it joins: `P2P/CUMEM over NVLink (0-1, 1-2)`."""
+    """Return every way once, with the pairs of ranks that it joins: `P2P/CUMEM over NVLink (0-1, 1-2)`."""
     pairs: dict[str, set[tuple[int, int]]] = {}
     for source, target, way in connections:
         pairs.setdefault(way, set()).add((min(source, target), max(source, target)))

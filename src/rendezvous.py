@@ -1,11 +1,11 @@
-"""Where the processes of a launch meet, and who comes: what goes wrong before there is a process group, in one line."""
+"""Find what goes wrong before there is a process group: the rendezvous, its port, and ranks that do not come."""
 
 import errno
 import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,12 +42,12 @@ class Launch:
 
     @property
     def place(self) -> str:
-        """The rendezvous, for people."""
+        """Return the rendezvous as text."""
         return f"{self.address}:{self.port}"
 
 
 def find_launch() -> Launch | None:
-    """What torchrun or srun says; None where this process is alone."""
+    """Return what torchrun or srun tells; None where this process is alone."""
     environment: TorchElasticEnvironment | SLURMEnvironment
     if TorchElasticEnvironment.detect():
         environment = TorchElasticEnvironment()
@@ -69,12 +69,7 @@ def find_launch() -> Launch | None:
 
 
 def resolved(launch: Launch) -> str:
-    """The numeric address that MASTER_ADDR stands for on this host.
-
-    Raises:
-        UserError: for none.
-
-    """
+    """Return the numeric address that MASTER_ADDR stands for on this host."""
     try:
         return socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)[0][4][0]  # type: ignore[return-value]
     except OSError as error:
@@ -85,12 +80,7 @@ def resolved(launch: Launch) -> str:
 
 
 def check_port(launch: Launch, address: str, seconds: float) -> str:
-    """Rank 0 sees whether it can serve the port, all others whether they reach it; returns what was found.
-
-    Raises:
-        UserError: it cannot, or nobody listens there within so many seconds.
-
-    """
+    """See on rank 0 whether it can serve the port, on the others whether they reach it in time; returns the result."""
     if launch.rank == 0 and not launch.agent:
         return _free(launch, address)
     until = time.monotonic() + seconds
@@ -129,84 +119,51 @@ def _free(launch: Launch, address: str) -> str:
     return "the port is free"
 
 
-class Meeting:
-    """The store that all ranks reach, and what they tell each other there, without a collective.
+def meet(launch: Launch, seconds: float, value: Any) -> tuple[torch.distributed.Store, list[Any]]:
+    """Enter the store that all ranks reach; returns it and every rank's `value`, of plain types.
 
-    Args:
-        launch: who this is
-        seconds: how long to wait for others, each time
-
+    Rank 0 waits for the others, and refuses for all when some do not come in so many seconds.
     """
-
-    def __init__(self, launch: Launch, seconds: float) -> None:
-        self.launch, self.seconds = launch, seconds
-        serves = launch.rank == 0 and not launch.agent
-        limit = timedelta(seconds=seconds)
-        try:
-            store = torch.distributed.TCPStore(
-                launch.address, launch.port, launch.world_size, serves, limit, wait_for_workers=False
-            )
-        except RuntimeError as error:
-            raise UserError(f"rank {launch.rank} does not get into the store at {launch.place}: {error}") from error
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its processes
-        self.store = torch.distributed.PrefixStore(f"doctor/{attempt}", store)
-
-    def share(self, name: str, value: Any) -> list[Any]:
-        """Every rank's value of that name, on every rank.
-
-        Raises:
-            UserError: on rank 0, ranks have not given theirs in time.
-            AgreedError: on the others then.
-
-        """
-        rank, world_size = self.launch.rank, self.launch.world_size
-        keys = [f"{name}/{number}" for number in range(world_size)]
-        self._ask(lambda: self.store.set(keys[rank], json.dumps(value)))
+    rank, world_size = launch.rank, launch.world_size
+    serves = rank == 0 and not launch.agent
+    keys = [f"rank/{number}" for number in range(world_size)]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its processes
+    try:
+        server = torch.distributed.TCPStore(
+            launch.address, launch.port, world_size, serves, timedelta(seconds=seconds), wait_for_workers=False
+        )
+        store = torch.distributed.PrefixStore(f"doctor/{attempt}", server)
+        store.set(keys[rank], json.dumps(value))
         if rank == 0:
-            if not self._come(keys, self.seconds):
-                missing = [number for number, key in enumerate(keys) if not self.store.check([key])]
-                who = f"{ranks_text(missing)} of {world_size} {'has' if len(missing) == 1 else 'have'}"
-                self._refuse(
-                    f"{self.seconds:g} s after rank 0, {who} not come to {self.launch.place} ({name}): see that they "
-                    "are started and not stopped; --timeout waits longer"
-                )
-            self.store.set(f"{name}/all", "")
-        elif not self._ask(lambda: self._come([f"{name}/all"], self.seconds + 10, "refused")):
-            raise UserError(f"rank {rank} has not heard of rank 0 for {self.seconds + 10:g} s ({name})")
-        if rank and self._ask(lambda: self.store.check(["refused"])):
-            self._ask(lambda: self.store.set(f"read/{rank}", ""))
-            raise AgreedError("rank 0 has ended it")
-        return [json.loads(text) for text in self._ask(lambda: self.store.multi_get(keys))]
+            missing = _missing(store, keys, seconds)
+            store.set("missing", json.dumps(missing))
+        else:
+            store.wait(["missing"], timedelta(seconds=seconds + 10))
+            missing = json.loads(store.get("missing"))
+        if not missing:
+            return store, [json.loads(text) for text in store.multi_get(keys)]
+    except RuntimeError as error:
+        raise UserError(
+            f"rank {rank} on {socket.gethostname()} has lost rank 0, or the store at {launch.place} ({error})"
+        ) from error
+    leave(store, launch, [number for number in range(world_size) if number not in missing])
+    raise AgreedError(
+        f"{seconds:g} s after rank 0, {ranks_text(missing)} of {world_size} {'has' if len(missing) == 1 else 'have'} "
+        f"not come to {launch.place}: see that they are started and not stopped; --timeout waits longer"
+    )
 
-    def leave(self) -> None:
-        """Go; rank 0, which may serve the store, when the others have."""
-        rank, world_size = self.launch.rank, self.launch.world_size
-        with suppress(UserError):
-            self._ask(lambda: self.store.set(f"left/{rank}", ""))
-            if rank == 0:
-                self._come([f"left/{number}" for number in range(world_size)], 10)
 
-    def _refuse(self, text: str) -> None:
-        """End it on every rank that is here."""
-        here = [number for number in range(1, self.launch.world_size) if self.store.check([f"place/{number}"])]
-        self.store.set("refused", "")
-        self._come([f"read/{number}" for number in here], 5)
-        raise UserError(text)
+def _missing(store: torch.distributed.Store, keys: list[str], seconds: float) -> list[int]:
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except torch.distributed.DistStoreError:
+        return [number for number, key in enumerate(keys) if not store.check([key])]
+    return []
 
-    def _come(self, keys: list[str], seconds: float, end: str | None = None) -> bool:
-        """Whether all keys are there, or `end` is, within so many seconds."""
-        until = time.monotonic() + seconds
-        while not (self.store.check(keys) or (end and self.store.check([end]))):
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.1)
-        return True
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        try:
-            return question()
-        except RuntimeError as error:
-            raise UserError(
-                f"rank {self.launch.rank} on {socket.gethostname()} has lost the store at {self.launch.place}: the "
-                "process that serves it has ended"
-            ) from error
+def leave(store: torch.distributed.Store, launch: Launch, ranks: Iterable[int]) -> None:
+    """Keep rank 0, which may serve the store, until `ranks` have read what they need."""
+    with suppress(RuntimeError):
+        store.set(f"left/{launch.rank}", "")
+        if launch.rank == 0:
+            store.wait([f"left/{number}" for number in ranks], timedelta(seconds=10))

@@ -60,16 +60,14 @@ def test_ways_are_summed_up_over_pairs() -> None:
     """Both directions of a pair are one; a warning stands where TCP carries what InfiniBand should."""
     found = [{"links": [[0, 1, "P2P/CUMEM over NVLink"], [1, 2, "NET/Socket"]], "multicast": False}]
     found += [{"links": [[1, 0, "P2P/CUMEM over NVLink"], [2, 1, "NET/Socket"]], "multicast": True}]
-    lines = list(transports(found, own=False))
+    lines = list(transports(found))
     assert [text.split(":")[0] for _, text, _ in lines] == [
         "NET/Socket (1-2)",
         "P2P/CUMEM over NVLink (0-1)",
         "NVLS",
     ]
     assert [doubt for _, _, doubt in lines] == [True, False, False]
-    assert list(transports([{"links": [], "multicast": False}], own=False)) == [
-        ("transport", "NCCL's report names none", True)
-    ]
+    assert list(transports([{"links": [], "multicast": False}])) == [("transport", "NCCL's report names none", True)]
 
 
 def test_multicast_and_warnings_are_found() -> None:

@@ -1,9 +1,11 @@
 """`python -m src.doctor` as torchrun and srun start it: two processes over gloo."""
 
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,7 +58,7 @@ def test_under_srun_rank_0_serves_the_free_port_and_says_all(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("rank", "told"),
     [
-        (0, r"error: 3 s after rank 0, rank 1 of 2 has not come to 127\.0\.0\.1:\d+ \(place\): see that .*\n"),
+        (0, r"error: 3 s after rank 0, rank 1 of 2 has not come to 127\.0\.0\.1:\d+: see that .*\n"),
         (1, r"error: rank 1 on \S+ does not reach 127\.0\.0\.1:\d+ in 3 s \(Connection refused\): rank 0 has not .*\n"),
     ],
 )
@@ -93,6 +95,18 @@ def test_an_all_reduce_that_a_rank_does_not_join_ends_with_one_line(tmp_path: Pa
         r"^error: rank 0 on \S+: the ranks have met, and an all-reduce over gloo has not come back in 8 s: ", said, re.M
     )
     assert said.count("error") == other.count("error") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_wait_for_the_others_ends_with_the_signal(tmp_path: Path, number: signal.Signals) -> None:
+    """While rank 0 waits for rank 1, which does not come, Ctrl-C and SIGTERM end it at once and without a traceback."""
+    (process,) = srun(tmp_path, 1, 2, "--group", "--timeout", "170", start=DOCTOR, ranks=(0,))
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("rendezvous")  # next it waits
+    time.sleep(1)
+    process.send_signal(number)
+    ((code, said),) = answers([process])
+    assert (code, said) == (-number, "")
 
 
 def test_one_process_is_no_group(capsys: pytest.CaptureFixture[str]) -> None:
