@@ -7,94 +7,113 @@ mine.yaml is yours alone (git ignores it). Starting with `base: NAME` it needs o
 `constraint: null` takes away what the base sets (single keys; of a table, name the entry).
 """
 
+import dataclasses
 import os
 import sys
+import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
 
-from slurm import nccl, syntax
+from slurm import nccl, times
+from slurm.cluster_file import (
+    Absolute,
+    Capability,
+    Command,
+    Count,
+    Limit,
+    Line,
+    Memory,
+    NodeMemory,
+    Option,
+    Price,
+    Word,
+    nearest,
+    read_file,
+)
 from slurm.errors import LaunchError, Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = "project.yaml"
 MEMORY = ("mem", "mem_per_cpu", "mem_per_gpu")
-# What sbatch may refuse to go without: how it is said, and what lists the values.
 NEEDS = {
-    "account": ("an account", "sacctmgr show assoc user=$USER lists yours"),
-    "partition": ("a partition", "sinfo -s lists them"),
+    "account": "sacctmgr show assoc user=$USER lists yours",
+    "partition": "sinfo -s lists them",
 }
-
-
-def _setting(read: syntax.Reader, default: Any = MISSING) -> Any:
-    return field(default=default, metadata={"read": read})
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a card holds and computes."""
+    """What a card holds and computes; precision is chosen by its capability."""
 
-    memory_gib: int
-    capability: tuple[int, int]
+    memory_gib: Count
+    capability: Capability
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A site. Each field with a reader is a key of its file; None leaves the matter to Slurm."""
+    """A site. Each field but the last two is a key of its file, written as its type says; None leaves it to Slurm."""
 
-    name: str
-    accelerator: str = _setting(syntax.gpu_or_cpu)  # what the Trainer computes on
-    gpu_request: str | None = _setting(syntax.gpu_request, None)  # None: asks for no GPUs
-    gpu_type: str | None = _setting(syntax.word, None)  # Slurm's name for the card, as in gres=gpu:volta:2; None: any
-    gpu: str | None = _setting(syntax.word, None)  # the card, an entry of `gpus`
-    gpus_per_node: int = _setting(syntax.count)  # what --nodes alone takes of each; on a CPU, processes
-    cpus_per_gpu: int = _setting(syntax.count)  # with one process per GPU this is --cpus-per-task
-    mem: str | None = _setting(syntax.node_memory, None)  # main memory per node; "0" is all of it
-    mem_per_cpu: str | None = _setting(syntax.memory, None)
-    mem_per_gpu: str | None = _setting(syntax.memory, None)
-    time: timedelta = _setting(syntax.time_limit)  # noqa: RUF009 it makes a field
-    needs: tuple[str, ...] = _setting(syntax.choices(*NEEDS), ())
-    account: str | None = _setting(syntax.word, None)
-    partition: str | None = _setting(syntax.word, None)
-    qos: str | None = _setting(syntax.word, None)
-    constraint: str | None = _setting(syntax.word, None)
-    reservation: str | None = _setting(syntax.word, None)
-    exclude: str | None = _setting(syntax.word, None)  # nodes, as in n[01-03],n07
-    mail: str | None = _setting(syntax.word, None)  # where Slurm writes when a job ends or fails
-    container: str | None = _setting(syntax.command, None)  # in front of python: apptainer exec --nv /path/image.sif
-    sbatch: tuple[str, ...] = _setting(syntax.sbatch_options, ())  # what has no key here: --wckey=x, --exclusive
-    scratch: str | None = _setting(syntax.path, None)  # a folder that all nodes share
-    setup: tuple[str, ...] = _setting(syntax.shell_lines, ())  # run before training: module load, source, export
-    cost_per_gpu_hour: float | None = _setting(syntax.price, None)  # in whatever the site bills
+    accelerator: Literal["gpu", "cpu"]  # what the Trainer computes on
+    gpu_request: Literal["gpus-per-node", "gres"] | None = None  # None: asks for no GPUs
+    gpu_type: Word | None = None  # Slurm's name for the card, as in gres=gpu:volta:2; None: any
+    gpu: Word | None = None  # the card, an entry of `gpus`
+    gpus_per_node: Count  # what --nodes alone takes of each; on a CPU, processes
+    cpus_per_gpu: Count  # with one process per GPU this is --cpus-per-task
+    mem: NodeMemory | None = None  # main memory per node; "0" is all of it
+    mem_per_cpu: Memory | None = None
+    mem_per_gpu: Memory | None = None
+    time: Limit
+    needs: tuple[Literal["account", "partition"], ...] = ()  # what sbatch may refuse to go without
+    account: Word | None = None
+    partition: Word | None = None
+    qos: Word | None = None
+    constraint: Word | None = None
+    reservation: Word | None = None
+    exclude: Word | None = None  # nodes, as in n[01-03],n07
+    mail: Word | None = None  # where Slurm writes when a job ends or fails
+    container: Command | None = None  # in front of python: apptainer exec --nv /path/image.sif
+    sbatch: tuple[Option, ...] = ()  # what has no key here: --wckey=x, --exclusive
+    scratch: Absolute | None = None  # a folder that all nodes share
+    setup: tuple[Line, ...] = ()  # run before training: module load, source, export
+    cost_per_gpu_hour: Price | None = None  # in whatever the site bills
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
-    nccl: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # nvlink, infiniband -> environment
-    warnings: tuple[str, ...] = ()
+    nccl: Mapping[Literal["nvlink", "infiniband"], Mapping[str, Line]] = field(
+        default_factory=dict
+    )  # nvlink, infiniband -> environment
+    name: str = ""
     files: tuple[str, ...] = ()  # what was read, the file that counts most last
-    where: str = ""  # the files in which a missing account or partition can be set
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line for each of NCCL's variables that does nothing or harms."""
+        return [
+            f"{self.files[-1]}: nccl.{section}.{name}: {value}: {warning}"
+            for section, variables in self.nccl.items()
+            for name, value in variables.items()
+            for warning in nccl.warnings(section, name, value)
+        ]
 
     def missing(self) -> str | None:
-        """One line on the account or partition that this site needs and nobody has set."""
+        """Return one line on the account or partition that this site needs and nobody has set."""
         keys = [key for key in self.needs if getattr(self, key) is None]
         if not keys:
             return None
-        what, hints = (" and ".join(NEEDS[key][0] for key in keys), "; ".join(NEEDS[key][1] for key in keys))
+        hints = "; ".join(NEEDS[key] for key in keys)
+        settings = " and ".join(f"{key}:" for key in keys)
         return (
-            f"cluster {self.name} needs {what}: set {' and '.join(f'{key}:' for key in keys)} in {self.where} ({hints})"
+            f"cluster {self.name} needs {' and '.join(keys)}: set {settings} in {PROJECT} (with cluster: {self.name}) "
+            f"or in {self.files[-1]} ({hints})"
         )
 
     def scratch_folder(self) -> Path | None:
-        """`scratch` with ~ and variables filled in, as they are for the user who submits.
-
-        Raises:
-            LaunchError: a variable in it is not set here.
-
-        """
+        """Return `scratch` with ~ and variables filled in, as they are for the user who submits."""
         if self.scratch is None:
             return None
         folder = os.path.expanduser(os.path.expandvars(self.scratch))
@@ -103,64 +122,41 @@ class Cluster:
         return Path(folder)
 
 
-READERS = {entry.name: entry.metadata["read"] for entry in fields(Cluster) if entry.metadata}
-REQUIRED = [entry.name for entry in fields(Cluster) if entry.metadata and entry.default is MISSING]
-SITE: syntax.Schema = {
-    **READERS,
-    "gpus": {"*": {"memory_gib": syntax.count, "capability": syntax.capability}},
-    "nccl": {section: {"*": syntax.text} for section in nccl.SECTIONS},
-}
+KEYS = typing.get_type_hints(Cluster, include_extras=True)
+del KEYS["name"], KEYS["files"]
+OF_PROJECT = {"task": Word, "cluster": Word, **{key: KEYS[key] for key in NEEDS}}
+REQUIRED = [entry.name for entry in dataclasses.fields(Cluster) if entry.default is entry.default_factory is MISSING]
 
 
 def load_cluster(name: str | None = None, root: Path = ROOT) -> Cluster:
     """Read the site that `name`, mine.yaml or project.yaml chooses, else `local`.
 
     project.yaml's account and partition belong to the cluster named there: they lie over that cluster's file, whichever
-    way it was chosen, and over no other's. mine.yaml lies over both.
-
-    Raises:
-        LaunchError: a file is missing or wrong. A missing account is no error here: ask `Cluster.missing()`.
-
+    way it was chosen, and over no other's. mine.yaml lies over both. A missing account is no error here: ask
+    `Cluster.missing()`.
     """
     names = sorted(file.stem for file in (root / "configs/clusters").glob("[!.]*.yaml"))
-    project = _read_project(root, names)
+    project = read_file(root, PROJECT, OF_PROJECT) if (root / PROJECT).exists() else {}
     own = project.get("cluster")
+    if own is not None:
+        _check_name(own, names, f"{PROJECT}: cluster")
     chosen = name if name is not None else "mine" if "mine" in names else own or "local"
     _check_name(chosen, names, "cluster")
-    is_mine = chosen == "mine"
     file = _file(chosen)
-    layers = [(file, syntax.read_file(root, file, {"base": syntax.word, **SITE} if is_mine else SITE))]
+    layers = [(file, read_file(root, file, {"base": Word, **KEYS} if chosen == "mine" else KEYS))]
     base = layers[0][1].pop("base", None)
     if base is not None:
         _check_name(base, [other for other in names if other != "mine"], f"{file}: base")
-        layers.insert(0, (_file(base), syntax.read_file(root, _file(base), SITE)))
-    given = {key: value for key, value in project.items() if key in NEEDS}
-    is_own = own is not None and own in (chosen, base)
-    if is_own:
-        layers.insert(-1 if is_mine else 1, (PROJECT, given))
-    where = [_file("mine" if name is None else chosen)]
-    if is_own or not is_mine:
-        where.insert(0, PROJECT if is_own else f"{PROJECT} (with cluster: {chosen})")
+        layers.insert(0, (_file(base), read_file(root, _file(base), KEYS)))
+    if own is not None and own in (chosen, base):
+        of_project = {key: project[key] for key in NEEDS if project.get(key) is not None}
+        layers.insert(-1 if chosen == "mine" else 1, (PROJECT, of_project))
     settings: dict[str, Any] = {}
     for _, values in layers:
         settings = _lay_over(settings, values)
     _check(settings, file)
-    settings |= {"gpus": _gpus(settings.get("gpus", {}), file), "nccl": settings.get("nccl", {})}
-    notes = [f"{PROJECT}: {key}: not used, `cluster:` does not say whose it is" for key in given if own is None]
-    notes += [note for place, values in layers for note in _nccl_notes(place, values, settings["nccl"])]
-    files = tuple(place for place, _ in layers)
-    return Cluster(name=base or chosen, **settings, warnings=tuple(notes), files=files, where=" or ".join(where))
-
-
-def _read_project(root: Path, names: list[str]) -> dict[str, str]:
-    """Return what project.yaml sets; nothing where the file is missing."""
-    if not (root / PROJECT).exists():
-        return {}
-    values = syntax.read_file(root, PROJECT, dict.fromkeys(("task", "cluster", *NEEDS), syntax.word))
-    project = {key: value for key, value in values.items() if value is not None}
-    if "cluster" in project:
-        _check_name(project["cluster"], names, f"{PROJECT}: cluster")
-    return project
+    settings["gpus"] = {card: Gpu(**row) for card, row in settings.get("gpus", {}).items()}
+    return Cluster(**settings, name=base or chosen, files=tuple(file for file, _ in layers if file != PROJECT))
 
 
 def _file(name: str) -> str:
@@ -170,7 +166,7 @@ def _file(name: str) -> str:
 def _check_name(name: str, names: list[str], place: str) -> None:
     if name not in names:
         allowed = f"the name of a file in configs/clusters ({', '.join(names) or 'it has none'})"
-        raise LaunchError(f"{place}: {syntax.refusal(name, allowed)}{syntax.nearest(name, names)}")
+        raise LaunchError(f"{place}: got {name!r}; expected {allowed}{nearest(name, names)}")
 
 
 def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,30 +179,9 @@ def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
     return {key: value for key, value in merged.items() if value is not None}
 
 
-def _gpus(table: Mapping[str, Mapping[str, Any]], file: str) -> dict[str, Gpu]:
-    for card, row in table.items():
-        for entry in fields(Gpu):
-            if row and entry.name not in row:
-                raise LaunchError(f"{file}: gpus.{card}: {entry.name} is not set")
-    return {card: Gpu(**row) for card, row in table.items() if row}
-
-
-def _nccl_notes(file: str, values: Mapping[str, Any], used: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Refuse a variable that does not belong into its section; return warnings about those that are in use."""
-    notes = []
-    for section, variables in values.get("nccl", {}).items():
-        for name, value in variables.items():
-            if value is not None and (refusal := nccl.refusal(section, name)):
-                raise LaunchError(f"{file}: nccl.{section}.{name}: {refusal}")
-            if value is not None and used[section].get(name) == value:
-                notes += [f"{file}: nccl.{section}.{name}: {value}: {w}" for w in nccl.warnings(section, name, value)]
-    return notes
-
-
 def _check(settings: Mapping[str, Any], file: str) -> None:
-    """What only the whole can show; `file` is the one to mend."""
-    absent = [key for key in REQUIRED if key not in settings]
-    if absent:
+    """Refuse what only the whole can show; `file` is the one to mend."""
+    if absent := [key for key in REQUIRED if key not in settings]:
         start = "; or start the file with `base: NAME`" if file == _file("mine") else ""
         raise LaunchError(f"{file}: not set: {', '.join(absent)}{start}")
     forms = [form for form in MEMORY if form in settings]
@@ -214,31 +189,35 @@ def _check(settings: Mapping[str, Any], file: str) -> None:
         raise LaunchError(f"{file}: set exactly one of {', '.join(MEMORY)}; got {' and '.join(forms) or 'none'}")
     if settings["accelerator"] == "gpu" and "gpu_request" not in settings:
         raise LaunchError(f"{file}: accelerator gpu needs gpu_request: gpus-per-node or gres")
+    cards = settings.get("gpus", {})
+    for card, row in cards.items():
+        if absent := [entry.name for entry in dataclasses.fields(Gpu) if entry.name not in row]:
+            raise LaunchError(f"{file}: gpus.{card}: {absent[0]} is not set")
     card = settings.get("gpu")
-    if card is not None and card not in settings["gpus"]:
-        cards = list(settings["gpus"])
+    if card is not None and card not in cards:
         allowed = f"an entry of gpus: ({', '.join(cards) or 'it has none'})"
-        raise LaunchError(f"{file}: gpu: {syntax.refusal(card, allowed)}{syntax.nearest(card, cards)}")
+        raise LaunchError(f"{file}: gpu: got {card!r}; expected {allowed}{nearest(card, cards)}")
+    for section, variables in settings.get("nccl", {}).items():
+        for name in variables:
+            if refusal := nccl.refusal(section, name):
+                raise LaunchError(f"{file}: nccl.{section}.{name}: {refusal}")
 
 
 def describe(cluster: Cluster) -> list[str]:
     """Return the site as aligned lines of key and value."""
     rows = [("cluster", cluster.name), ("read from", ", then ".join(cluster.files))]
-    for key in READERS:
+    for key in KEYS:
         value = getattr(cluster, key)
         if key in cluster.needs and value is None:
             rows.append((key, "not set, and needed"))
         elif isinstance(value, timedelta):
-            rows.append((key, syntax.format_time(value)))
+            rows.append((key, times.format_time(value)))
         elif isinstance(value, tuple):
             rows += [(key, line) for line in value]
+        elif isinstance(value, Mapping):
+            rows += [(f"{key}.{name}", str(entry)) for name, entry in value.items()]
         elif value is not None:
             rows.append((key, str(value)))
-    for card, gpu in cluster.gpus.items():
-        text = f"{gpu.memory_gib} GiB, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-        rows.append((f"gpus.{card}", text))
-    for section, variables in cluster.nccl.items():
-        rows += [(f"nccl.{section}", f"{name}={setting}") for name, setting in variables.items()]
     wide = max(len(key) for key, _ in rows)
     return [f"{key:<{wide}}  {value}" for key, value in rows]
 
@@ -252,8 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    lines = describe(cluster) + [f"warning: {warning}" for warning in cluster.warnings]
-    print("\n".join(lines), flush=True)
+    print("\n".join([*describe(cluster), *(f"warning: {warning}" for warning in cluster.warnings)]), flush=True)
     if missing := cluster.missing():
         print(f"error: {missing}", file=sys.stderr)
         return 2

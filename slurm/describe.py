@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slurm import render, sbatch, syntax
+from slurm import render, sbatch, times
 from slurm.render import Job
 from slurm.snapshot import Plan
 from slurm.training import Training, batch_text
@@ -23,7 +23,7 @@ def summary(jobs: Sequence[Job], training: Training, plan: Plan | None, points: 
         nodes = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''}"
         parts = [f"{nodes} × {shape.gpus_per_node} {card} = {shape.world_size} {kind}"]
         parts += ["computing on CPUs"] if cluster.accelerator == "cpu" and cluster.gpu_request else []
-        parts.append(syntax.format_time(job.time))
+        parts.append(times.format_time(job.time))
         parts += [f"partition {cluster.partition}"] if cluster.partition else []
         parts += [text] if (text := batch_text(training, shape.world_size)) else []
         parts += [f"{points} runs"] if points else []
@@ -52,7 +52,7 @@ def restarts(job: Job) -> str:
     """What happens at the job's limit."""
     if not job.restarts:
         return "not requeued (--max-restarts 0): its limit ends it"
-    total = f", {syntax.format_time(job.total)} in all" if job.total else ""
+    total = f", {times.format_time(job.total)} in all" if job.total else ""
     most = f"{job.restarts} restart{'s' if job.restarts > 1 else ''} at most{total}"
     if job.lead is None:
         return f"under five minutes: its limit ends it; a preemption requeues it, {most}"
@@ -62,12 +62,12 @@ def restarts(job: Job) -> str:
 def show(submission: "Submission") -> None:
     """The whole of a dry run, on stdout."""
     for job in submission.jobs:
-        _section("script", f"sbatch --parsable {shlex.quote(str(job.folder))}/…_submission.sh", sbatch.script(job))
+        _section("script", f"sbatch --parsable {shlex.quote(str(job.folder))}/…_submission.sh", render.script(job))
         starts = [
             f"{run}: {render.plain_command(command)}" for run, command in zip(job.runs, job.commands, strict=True)
         ]
         _section("training", *starts)
-        _section("environment added", *render.describe_environment(render.environment(job)))
+        _section("environment added", *(f"{name}={value}" for name, value in render.environment(job).items()))
         if plan := submission.snapshot:
             left = [f"left out: {name}" for name in plan.left_out] or ["left out: nothing"]
             changed = [f"with its uncommitted change: {name}" for name in plan.changed]

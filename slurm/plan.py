@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm import grid, race, snapshot, syntax
-from slurm.cluster import ROOT, Cluster, load_cluster
+from slurm import grid, race, snapshot, times
+from slurm.cluster import KEYS, ROOT, Cluster, load_cluster
+from slurm.cluster_file import read_value
 from slurm.describe import summary
 from slurm.errors import LaunchError
 from slurm.overrides import refuse_config, refuse_fresh, refuse_secrets, take_run
@@ -136,7 +137,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     for key in ("partition", "account", "qos"):
         if (value := getattr(options, key)) is not None:
             try:
-                given[key] = syntax.word(value)
+                given[key] = read_value(value, KEYS[key])
             except ValueError as error:
                 raise LaunchError(f"--{key}: {error}") from error
     cluster = dataclasses.replace(load_cluster(options.cluster), **given)
@@ -169,7 +170,7 @@ def _inside(config: str, plan: snapshot.Plan | None, code: Path) -> str:
 
 def _time(text: str | None, option: str = "--time") -> datetime.timedelta | None:
     try:
-        return syntax.time_limit(text) if text else None
+        return times.time_limit(text) if text else None
     except ValueError as error:
         raise LaunchError(f"{option}: {error}") from error
 
@@ -256,7 +257,7 @@ def _restarts(options: argparse.Namespace, limit: datetime.timedelta, subcommand
     if total and (total < limit or limit < SHORTEST or options.max_restarts == 0):
         raise LaunchError(
             f"--total-time {options.total_time} takes a chain of jobs: a --time of five minutes or more (here "
-            f"{syntax.format_time(limit)}) that is not longer than it, and restarts"
+            f"{times.format_time(limit)}) that is not longer than it, and restarts"
         )
     most = RESTARTS + (math.ceil(total / limit) if total else 0)
     return {

@@ -1,23 +1,27 @@
-"""The batch script of a job: what Slurm is asked for, what runs before training, training, what runs after it.
+"""A job, and its batch script: slurm/job.sh with the job's own values in it. The same job gives the same text.
 
-submitit writes its head; everything in it is decided here. The same job gives the same text.
+submitit writes the lines for sbatch; what stands in them is decided here.
 """
 
+import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from slurm import syntax
+from submitit.slurm.slurm import _make_sbatch_string
+
+from slurm import times
 from slurm.cluster import Cluster
 from slurm.errors import LaunchError
 from slurm.training import Shape
 
 # Lightning takes jobs of these names for interactive ones and starts a single process (Lightning 2.6.6, slurm.py).
 INTERACTIVE = ("bash", "interactive")
+TEMPLATE = Path(__file__).with_name("job.sh")
 # The others of a job whose rank has ended well get this long, e.g. for rank 0's last upload.
 WAIT_SECONDS = 300
 RESTARTS, CRASH_RETRIES = 20, 2
@@ -48,13 +52,18 @@ class Job:
 
     @property
     def lead(self) -> int | None:
-        """Seconds before the limit at which training is told to save and stop; None: the limit ends it.
+        """Seconds before the limit at which Slurm signals training to save and stop; None: the limit ends it.
 
         Slurm may signal up to a minute early, and a lead of the whole limit at once, again and again.
         """
         if not (self.trains and self.restarts and self.time >= SHORTEST):
             return None
         return int(min(LONGEST_LEAD, self.time.total_seconds() * 0.2))
+
+    @property
+    def log_name(self) -> str:
+        """The part of the logs' names that Slurm fills in: the job's number, in an array with the task's index."""
+        return "%A_%a" if len(self.commands) > 1 else "%j"
 
     @property
     def trains(self) -> bool:
@@ -66,19 +75,21 @@ class Job:
             raise LaunchError(f"--name {self.name}: a job of that name counts as interactive; use another name")
 
 
-def sbatch_parameters(job: Job) -> dict[str, Any]:
-    """What sbatch is asked for, as submitit's parameters; nothing stands for what is not set.
+def sbatch_options(job: Job) -> dict[str, Any]:
+    """Return what sbatch is asked for, by option; nothing stands for what is not set.
 
     Never --ntasks, which would leave it to Slurm how many land on a node, and no binding of GPUs to tasks: it hides a
     GPU's peers from NCCL, which then goes without NVLink.
     """
-    from src import exit_codes
-
     cluster, shape = job.cluster, job.shape
     typed = f"{cluster.gpu_type}:{shape.gpus_per_node}" if cluster.gpu_type else str(shape.gpus_per_node)
-    more = {
-        "time": syntax.format_time(job.time),
-        "output": str(job.folder / ("%A_%a_batch.out" if len(job.commands) > 1 else "%j_batch.out")),
+    options: dict[str, Any] = {
+        "job-name": job.name,
+        "nodes": shape.nodes,
+        "ntasks-per-node": shape.gpus_per_node,
+        "signal": f"USR2@{job.lead}" if job.lead else None,
+        "time": times.format_time(job.time),
+        "output": str(job.folder / f"{job.log_name}_batch.out"),
         "comment": job.token,
         "requeue": job.restarts > 0,
         "no-requeue": job.restarts == 0,
@@ -99,40 +110,29 @@ def sbatch_parameters(job: Job) -> dict[str, Any]:
     }
     for option in cluster.sbatch:
         name, equals, value = option.removeprefix("--").partition("=")
-        more[name] = value if equals else True
-    return {
-        "job_name": job.name,
-        "nodes": shape.nodes,
-        "ntasks_per_node": shape.gpus_per_node,
-        "stderr_to_stdout": True,  # one file per rank
-        "wckey": None,  # many sites refuse submitit's
-        "array_parallelism": job.parallel,
-        "additional_parameters": {key: value for key, value in more.items() if value},
-        "srun_args": [
-            # Slurm 22.05 to 23.02 does not hand sbatch's down to srun, and every rank gets one core.
-            f"--cpus-per-task={cluster.cpus_per_gpu}",
-            "--kill-on-bad-exit=1",
-            f"--wait={WAIT_SECONDS}",
-        ],
-        "signal_delay_s": job.lead or 0,
-        "setup": [*before(job)],
-        "teardown": [
-            "code=$?",
-            *(["kill $guard 2>/dev/null"] if job.lead else []),
-            "# Requeues the job, or says what it ends with: slurm/requeue.py.",
-            'ended=$("$python" -m slurm.job --ended "$code" "${limits[@]}" '
-            f'--logs {shlex.quote(str(job.folder))} "$RUN_ROOT/$run")',
-            'if [ -z "$ended" ] && [ -e "$RUN_ROOT/$run/STOPPED" ]; then',
-            '  echo "saved, and not requeued, as slurm/job.py failed: python slurm/jobs.py resume $run goes on" >&2',
-            f"  ended={exit_codes.STOPPED}",
-            "fi",
-            'exit "${ended:-$code}"',
-        ],
-    }
+        if name in options:
+            raise LaunchError(f"cluster {cluster.name}: sbatch: --{name} is what the launcher decides, or has a key")
+        options[name] = value if equals else True
+    return {name: value for name, value in options.items() if value}
+
+
+def sbatch_lines(job: Job) -> str:
+    """Return the #SBATCH lines, as submitit writes them."""
+    text = _make_sbatch_string(
+        command="",
+        folder=job.folder,
+        stderr_to_stdout=True,  # one file per rank
+        wckey=None,  # type: ignore[arg-type] # many sites refuse submitit's
+        map_count=len(job.commands) if len(job.commands) > 1 else None,
+        array_parallelism=job.parallel,
+        additional_parameters={name.replace("-", "_"): value for name, value in sbatch_options(job).items()},
+    )
+    lines = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+    return "\n".join(line for line in lines if job.lead or not line.startswith("#SBATCH --signal="))
 
 
 def environment(job: Job) -> dict[str, str]:
-    """What the script exports."""
+    """Return what the script exports."""
     from src import stopped
 
     cluster = job.cluster
@@ -152,63 +152,68 @@ def environment(job: Job) -> dict[str, str]:
     return variables
 
 
-def before(job: Job) -> list[str]:
-    """Lines of shell in front of srun."""
-    # A site's line may have set -e, which would end the script with training, before it can be requeued.
-    lines = [*job.cluster.setup, *(["set +eu"] if job.cluster.setup else [])]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment(job).items()]
-    # In front of what the user's environment or a site's modules have in it.
-    lines.append(f'export PYTHONPATH={shlex.quote(str(job.code))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
-    if job.cluster.accelerator == "gpu":  # less is lost to fragmentation; the user's own setting stays
-        default = "${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}"
-        lines.append(f'export PYTORCH_ALLOC_CONF="{default}"')
-        lines.append('export PYTORCH_CUDA_ALLOC_CONF="$PYTORCH_ALLOC_CONF"  # its older name')
-    lines += [f"cd {shlex.quote(str(job.code))} || exit", f"python={shlex.quote(job.python)}"]
-    if len(job.commands) == 1:
-        lines.append(_assignment(job.runs[0], job.commands[0]))
-    else:
-        lines.append('case "$SLURM_ARRAY_TASK_ID" in')
-        pairs = zip(job.runs, job.commands, strict=True)
-        lines += [f"{index}) {_assignment(run, command)} ;;" for index, (run, command) in enumerate(pairs)]
-        lines.append("esac")
-    options = f"--tasks {job.shape.world_size}" + (f" --race {shlex.quote(job.race)}" if job.race else "")
-    options += "" if job.trains else " --evaluate"
-    lines += [
-        f"limits=({limits(job)})",
-        "# Where to meet, or `exit 0` where there is nothing to do: slurm/job.py.",
-        f'found=$("$python" -m slurm.job {options} "${{limits[@]}}" "$RUN_ROOT/$run") || exit',
-        'eval "$found"',
-    ]
-    if job.lead:
-        guard = f'"$python" -m slurm.guard --lead {job.lead} "${{limits[@]}}" "$RUN_ROOT/$run"'
-        lines += [f"{guard} & guard=$!  # for steps that outlast the signal"]
-    return lines
+def script(job: Job) -> str:
+    """Return the text of the batch script: job.sh with each @mark@ replaced. A line whose mark is empty is left out."""
+    from src import exit_codes
+
+    quoted = shlex.quote
+    values = {
+        "sbatch": sbatch_lines(job),
+        "setup": "\n".join(job.cluster.setup),
+        "environment": "\n".join(f"export {name}={quoted(value)}" for name, value in environment(job).items()),
+        "project": quoted(str(job.code)),
+        "python": quoted(job.python),
+        "limits": limits(job),
+        "run": assignments(job),
+        "options": start_options(job),
+        "guard": guard(job),
+        "output": quoted(str(job.folder / f"{job.log_name}_%t_log.out")),
+        "cpus": str(job.cluster.cpus_per_gpu),  # Slurm 22.05 to 23.02 does not hand sbatch's down to srun
+        "wait": str(WAIT_SECONDS),
+        "program": f"{shlex.join(shlex.split(job.cluster.container))} python" if job.cluster.container else '"$python"',
+        "logs": quoted(str(job.folder)),
+        "bad_input": str(exit_codes.BAD_INPUT),
+        "stopped": str(exit_codes.STOPPED),
+    }
+    lines = [line for line in TEMPLATE.read_text().splitlines() if not line or values.get(line.strip("@"), line)]
+    return re.sub(r"@(\w+)@", lambda mark: values[mark[1]], "\n".join(lines) + "\n")
 
 
 def limits(job: Job) -> str:
-    """How often it goes on by itself, as options of slurm/job.py."""
+    """Return how often the job is restarted by itself, as options of slurm/job.py."""
     if not job.trains:
         return ""
     total = f" --total-seconds {int(job.total.total_seconds())}" if job.total else ""
     return f"--max-restarts {job.restarts}{total} --max-crash-retries {job.crash_retries}"
 
 
-def _assignment(run: str, command: Sequence[str]) -> str:
-    return f"run={shlex.quote(run)} arguments=({shlex.join(command)})"
+def start_options(job: Job) -> str:
+    """Return the options of slurm/job.py at a start."""
+    race = f" --race {shlex.quote(job.race)}" if job.race else ""
+    return f"--tasks {job.shape.world_size}{race}" + ("" if job.trains else " --evaluate")
 
 
-def command(job: Job) -> str:
-    """What srun starts in every task, as a line of shell."""
-    start = ["python"] if job.cluster.container else ['"$python"']
-    image = shlex.split(job.cluster.container) if job.cluster.container else []
-    return " ".join([*map(shlex.quote, image), *start, '-u -m src.cli "${arguments[@]}"'])
+def guard(job: Job) -> str:
+    """Return the line that requeues a job whose training does not stop before its limit; "" where it has no signal."""
+    if not job.lead:
+        return ""
+    options = f"--seconds {int(job.time.total_seconds())} --margin {max(5, min(30, job.lead // 4))}"
+    return (
+        f'"$python" -m slurm.guard {options} "${{limits[@]}}" "$RUN_ROOT/$run" & guard=$!'
+        "  # for steps that outlast the signal"
+    )
+
+
+def assignments(job: Job) -> str:
+    """Return the lines that set the run and its arguments; in an array, those of the task's index."""
+    pairs = zip(job.runs, job.commands, strict=True)
+    lines = [f"run={shlex.quote(run)} arguments=({shlex.join(command)})" for run, command in pairs]
+    if len(lines) == 1:
+        return lines[0]
+    cases = [f"{index}) {line} ;;" for index, line in enumerate(lines)]
+    return "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"])
 
 
 def plain_command(arguments: Sequence[str]) -> str:
-    """The training command as a user would type it."""
+    """Return the training command as a user would type it."""
     return f"python -m src.cli {shlex.join(arguments)}"
-
-
-def describe_environment(variables: Mapping[str, str]) -> list[str]:
-    """A line per variable."""
-    return [f"{name}={value}" for name, value in variables.items()]

@@ -1,4 +1,4 @@
-"""Slurm's own commands, and submitit's writer of batch scripts as this project uses it."""
+"""Slurm's own commands: what is asked of them, and what is made of their answers."""
 
 import os
 import re
@@ -7,20 +7,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from submitit.slurm.slurm import SlurmExecutor
-
-from slurm import render
 from slurm.errors import LaunchError
-from slurm.render import Job
+from slurm.render import Job, script
 
 LATE = (124, 137)  # what `timeout` ends with
 SECONDS = 60  # that a command of Slurm may take; a controller that is down lets sbatch try for a while
 # Of the allocation that this command may run in (salloc, a notebook, a job): sbatch takes SBATCH_* and SLURM_* for
 # options of the new job, and its tasks would take the old one's ranks and addresses.
 FOREIGN = re.compile(
-    r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SINFO|SUBMITIT|PMI|PMIX|OMPI)_|(MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE)$"
+    r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SINFO|SUBMITIT|PMI|PMIX|OMPI|TORCHELASTIC)_"
+    r"|(MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|CUDA_VISIBLE_DEVICES)$"
 )
-FOREIGN_TOO = re.compile(r"(LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES)$")
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # which Slurm is meant
 # What sbatch says, in whatever case -> what to do about it.
 HINTS = (
@@ -68,20 +65,15 @@ class NoClearAnswerError(LaunchError):
 
 
 def scrub() -> list[str]:
-    """Take a surrounding allocation's variables out of this process's environment; their names."""
-    foreign = [name for name in os.environ if (FOREIGN.match(name) or FOREIGN_TOO.match(name)) and name not in KEPT]
+    """Remove a surrounding allocation's variables from this process's environment, and return their names."""
+    foreign = [name for name in os.environ if FOREIGN.match(name) and name not in KEPT]
     for name in foreign:
         del os.environ[name]
     return foreign
 
 
 def ask(*command: str, given: str | None = None, seconds: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands.
-
-    Raises:
-        LaunchError: there is none of that name here, or it did not answer in time.
-
-    """
+    """Run one of Slurm's commands; refuse one that is not here or did not answer in time."""
     seconds = seconds or SECONDS
     done = _run(command, seconds, given)
     if done.returncode in LATE:
@@ -90,7 +82,7 @@ def ask(*command: str, given: str | None = None, seconds: int | None = None) -> 
 
 
 def _run(command: Sequence[str], seconds: int, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run it, and end it with all that it has started when it is late."""
+    """Run a command, and end it with all that it has started when it is late."""
     if shutil.which(command[0]) is None:
         raise LaunchError(
             f"no {command[0]} here: Slurm's commands are on a cluster's login node (or `make cluster-up`)"
@@ -100,46 +92,22 @@ def _run(command: Sequence[str], seconds: int, given: str | None = None) -> subp
 
 
 def advice(text: str) -> str:
-    """What Slurm said, in one line, with a hint where one is known."""
+    """Return what Slurm said in one line, with a hint where one is known."""
     said = " ".join(text.split()) or "nothing"
     hints = [hint for pattern, hint in HINTS if re.search(pattern, said, re.IGNORECASE)]
     return f"{said} ({hints[0]})" if hints else said
 
 
-class Executor(SlurmExecutor):
-    """Renders a `Job`. The script runs `src.cli` itself: there is no pickle, and nobody else's signals."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(folder=job.folder, python=job.python)
-        self.update_parameters(**render.sbatch_parameters(job))
-        if len(job.commands) > 1:
-            self.parameters["map_count"] = len(job.commands)
-
-    @classmethod
-    def affinity(cls) -> int:
-        """Also where there is no Slurm: a dry run renders anywhere."""
-        return 2
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        text = super()._make_submission_file_text(command, uid)
-        return re.sub(r"#SBATCH --signal=\w+@0\n|export SUBMITIT_EXECUTOR=.*\n", "", text)
-
-
-def script(job: Job) -> str:
-    """The text that is submitted."""
-    return Executor(job)._make_submission_file_text(render.command(job), "")
-
-
 def submit(job: Job) -> str:
-    """Submit once; the job's number. What sbatch says beside it goes to stderr.
+    """Submit once, and return the job's number. What sbatch says beside it goes to stderr.
 
-    Where sbatch fails without a clear answer the queue is asked whether it holds the job after all.
-
-    Raises:
-        NoClearAnswerError: and the queue does not show the job (yet).
-        LaunchError: Slurm refused; its own words, with a hint.
-
+    Where sbatch fails without a clear answer the queue is asked whether it holds the job after all; where that does not
+    show it (yet), the error is a NoClearAnswerError.
     """
+    # A quote that is left open would end somewhere in the script, and show itself after hours in the queue.
+    setup = "\n".join(job.cluster.setup)
+    if error := subprocess.run(["bash", "-n"], input=setup, capture_output=True, text=True).stderr:
+        raise LaunchError(f"cluster {job.cluster.name}: setup: bash cannot read it ({' '.join(error.split())})")
     path = job.folder / f".{job.token}_submission.sh"
     path.write_text(script(job), encoding="utf-8")
     done = _run(["sbatch", "--parsable", str(path)], SECONDS)
@@ -155,7 +123,7 @@ def submit(job: Job) -> str:
 
 
 def _after_all(job: Job, done: subprocess.CompletedProcess[str]) -> str:
-    """The number of a job that Slurm may have accepted though sbatch does not say so."""
+    """Return the number of a job that Slurm may have accepted though sbatch does not say so."""
     late = done.returncode in LATE
     said = f"no answer within {SECONDS} s: Socket timed out" if late else advice(done.stderr or done.stdout)
     if done.returncode and not UNCLEAR.search(said):
@@ -169,7 +137,7 @@ def _after_all(job: Job, done: subprocess.CompletedProcess[str]) -> str:
 
 
 def with_token(token: str) -> str | None:
-    """The number of the queued job that carries this comment; None where there is none or nobody answers."""
+    """Return the number of the queued job that carries this comment; None where none does or nobody answers."""
     try:
         return next((number for number, _, comment in queued() if comment == token), None)
     except LaunchError:
@@ -177,12 +145,7 @@ def with_token(token: str) -> str | None:
 
 
 def queued() -> list[tuple[str, int, str]]:
-    """Number, index and comment of each of your jobs in the queue; of an array each task, else the index is 0.
-
-    Raises:
-        LaunchError: Slurm is not here or does not answer.
-
-    """
+    """Return number, index and comment of each of your jobs in the queue; of an array each task, else index 0."""
     done = ask("squeue", "--me", "--noheader", "--array", "--format=%F %K %k")
     if done.returncode:
         raise LaunchError(f"squeue: {advice(done.stderr)}")
@@ -191,7 +154,7 @@ def queued() -> list[tuple[str, int, str]]:
 
 
 def start_estimate(job: Job) -> str | None:
-    """When the job would start, in Slurm's words; None without Slurm."""
+    """Return when the job would start, in Slurm's words; None without Slurm."""
     if shutil.which("sbatch") is None:
         return None
     try:

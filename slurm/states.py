@@ -17,7 +17,7 @@ from typing import Any
 from slurm import history, race, sbatch
 from slurm.errors import LaunchError
 from slurm.record import adopt, all_records
-from slurm.syntax import format_time
+from slurm.times import format_time
 
 DOWN = "nodes are down or reserved: sinfo -R; another partition, or a --time that ends before"
 # Slurm's reason for a job that waits -> what that means and what to do.

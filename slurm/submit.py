@@ -25,7 +25,7 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
     streams.outlast_readers()
 
 from slurm import sbatch
-from slurm.cluster import READERS
+from slurm.cluster import KEYS
 from slurm.describe import show
 from slurm.errors import LaunchError, Parser
 from slurm.plan import Submission, prepare
@@ -45,10 +45,10 @@ def refuse_unknown(unknown: Sequence[str], options: Sequence[str]) -> None:
     near = [option for option in options if option.startswith(name)]
     near += difflib.get_close_matches(name, options, n=1, cutoff=0.8)
     key = name.removeprefix("--").replace("-", "_")
-    if key in READERS:
-        advice = f"it is a key of the cluster file, {key}: … (python slurm/cluster.py shows which file that is)"
-    elif near:
+    if near:
         advice = f"did you mean {near[0]}?"
+    elif key in KEYS:
+        advice = f"it is a key of the cluster file, {key}: … (python slurm/cluster.py shows which file that is)"
     else:
         advice = (
             f"settings of training belong behind --: -- {name} …; sbatch's options into the cluster file, sbatch: […]"

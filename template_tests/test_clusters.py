@@ -27,5 +27,5 @@ def test_a_cluster_file_says_what_is_known_and_no_more(name: str, values: dict[s
     )
     cluster = load_cluster(name, tmp_path)
     assert {key: getattr(cluster, key) for key in values} == values
-    assert (cluster.warnings, cluster.account) == ((), None)
+    assert (cluster.warnings, cluster.account) == ([], None)
     assert all(set(variables.items()) <= {("NCCL_DEBUG", "WARN")} for variables in cluster.nccl.values())

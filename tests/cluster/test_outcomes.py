@@ -124,7 +124,7 @@ def test_a_python_that_goes_at_the_end_is_no_end_of_the_run(project: Project) ->
     slurm("scancel", "--signal=USR2", f"{job}.0")
     project.wait(job, "FAILED")
     assert field(job, "ExitCode") == f"{exit_codes.STOPPED}:0"
-    assert "python slurm/jobs.py resume gpt goes on" in said(project, job)
+    assert "python slurm/jobs.py resume gpt resumes it" in said(project, job)
 
 
 def test_a_cancelled_job_stays_cancelled_also_while_it_saves(project: Project) -> None:

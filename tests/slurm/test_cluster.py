@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm import nccl, syntax
-from slurm.cluster import PROJECT, READERS, ROOT, Cluster, Gpu, LaunchError, load_cluster
+from slurm import nccl, times
+from slurm.cluster import KEYS, PROJECT, ROOT, Gpu, LaunchError, load_cluster
 
 SHIPPED = sorted(file.stem for file in (ROOT / "configs/clusters").glob("*.yaml") if file.stem != "mine")
 MINE = "configs/clusters/mine.yaml"
@@ -121,7 +121,7 @@ def test_every_key_reaches_its_field(write: Write) -> None:
     cluster = load_cluster("alpha", write(alpha=SITES["alpha"] + lines + "setup:\n  - module load cuda\n  - set -x\n"))
     assert {key: str(getattr(cluster, key)) for key in extra} == extra
     assert cluster.setup == ("module load cuda", "set -x")
-    unset = {key for key in READERS if getattr(cluster, key) is None}
+    unset = {key for key in KEYS if getattr(cluster, key) is None}
     assert unset == {"mem_per_cpu", "mem_per_gpu"}
 
 
@@ -265,25 +265,23 @@ def test_only_mine_has_a_base(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mine", "project", "line"),
+    ("name", "mine", "project", "file"),
     [
-        (None, None, "cluster: alpha\n", "cluster alpha needs an account: set account: in project.yaml or " + MINE),
-        ("alpha", None, "cluster: alpha\n", "cluster alpha needs an account: set account: in project.yaml or " + ALPHA),
-        (
-            "alpha",
-            None,
-            None,
-            f"cluster alpha needs an account: set account: in project.yaml (with cluster: alpha) or {ALPHA}",
-        ),
-        (None, "base: alpha\n", None, "cluster alpha needs an account: set account: in " + MINE),
+        (None, None, "cluster: alpha\n", ALPHA),
+        ("alpha", None, None, ALPHA),
+        (None, "base: alpha\n", None, MINE),
+        (None, "base: alpha\n", "cluster: alpha\n", MINE),
     ],
 )
 def test_a_missing_account_names_file_and_key(
-    name: str | None, mine: str | None, project: str | None, line: str, write: Write
+    name: str | None, mine: str | None, project: str | None, file: str, write: Write
 ) -> None:
     """Loading goes well; the line names places that count for the way the cluster was chosen, and the way to look."""
     cluster = load_cluster(name, write(mine, project))
-    assert cluster.missing() == f"{line} (sacctmgr show assoc user=$USER lists yours)"
+    assert cluster.missing() == (
+        "cluster alpha needs account: set account: in project.yaml (with cluster: alpha) or in "
+        f"{file} (sacctmgr show assoc user=$USER lists yours)"
+    )
 
 
 @pytest.mark.parametrize("place", ["project", "mine"])
@@ -299,16 +297,10 @@ def test_account_and_partition_are_missed_in_one_line(write: Write) -> None:
     """One line for both; a site that needs neither misses neither."""
     cluster = load_cluster("alpha", write(alpha=SITES["alpha"].replace("partition: big\n", "")))
     line = cluster.missing() or ""
-    assert line.startswith("cluster alpha needs an account and a partition: set account: and partition: in ")
+    assert line.startswith("cluster alpha needs account and partition: set account: and partition: in ")
     assert line.endswith("(sacctmgr show assoc user=$USER lists yours; sinfo -s lists them)")
     assert load_cluster("local", write()).missing() is None
     assert "partition" not in (load_cluster("beta", write()).missing() or "")
-
-
-def test_an_account_without_a_cluster_is_said_to_be_unused(write: Write) -> None:
-    """project.yaml with an account but no cluster gives it to nobody, and says so."""
-    cluster = load_cluster("alpha", write(project="account: lab\n"))
-    assert cluster.warnings == ("project.yaml: account: not used, `cluster:` does not say whose it is",)
 
 
 # Strictness
@@ -346,24 +338,19 @@ def test_an_account_without_a_cluster_is_said_to_be_unused(write: Write) -> None
         (("mem: 50G\n", ""), ["exactly one of mem, mem_per_cpu, mem_per_gpu; got none"]),
         (("mem: 50G", "mem: 50G\nmem_per_cpu: 4G"), ["exactly one of", "got mem and mem_per_cpu"]),
         (("time: 2:59:00", "time: soon"), ["time: got 'soon'", "2:59:00"]),
-        (("[account, partition]", "account"), ["needs: got 'account'", "[account, partition]"]),
-        (("[account, partition]", "[account, qos]"), ["needs: got ['account', 'qos']"]),
-        (("partition: big", "partition: true"), ["partition: got 'true'", "leave the key out"]),
-        (("partition: big", "partition: No"), ["partition: got 'No'"]),
+        (("[account, partition]", "account"), ["needs: got 'account'", "a list"]),
+        (("[account, partition]", "[account, qos]"), ["needs: got 'qos'", "account or partition"]),
         (("partition: big", "partition: big small"), ["partition: got 'big small'", "one word"]),
-        (("partition: big", "partition: [big]"), ["partition: got ['big']", "one line of text"]),
+        (("partition: big", "partition: [big]"), ["partition: got ['big']", "one word"]),
         (("partition: big", "partition: {big: 1}"), ["partition: got {'big': '1'}"]),
-        (("partition: big", 'partition: "big\\n#SBATCH -q x"'), ["partition: got", "one line of text"]),
+        (("partition: big", 'partition: "big\\n#SBATCH -q x"'), ["partition: got", "one word"]),
         (("partition: big", 'partition: "\\e[31mbig"'), ["partition: got '\\x1b[31mbig'"]),
         (("partition: big", "scratch: runs"), ["scratch: got 'runs'", "absolute path"]),
         (("partition: big", "setup: module load cuda"), ["setup: got 'module load cuda'", "a list"]),
         (("partition: big", "setup: [{module: cuda}]"), ["setup: got {'module': 'cuda'}"]),
-        (("partition: big", 'setup: ["echo it\'s"]'), ["setup: ", "lines that bash can read"]),
-        (("partition: big", 'setup: ["module load \\\\"]'), ["setup: ", "a line that is complete"]),
-        (("partition: big", 'container: "it\'s"'), ["container: ", "a command in front of python"]),
-        (("partition: big", "sbatch: --wckey=x"), ["sbatch: ", "a list of sbatch's options"]),
+        (("partition: big", 'container: "it\'s"'), ["container: ", "No closing quotation"]),
+        (("partition: big", "sbatch: --wckey=x"), ["sbatch: ", "a list"]),
         (("partition: big", "sbatch: [wckey=x]"), ["sbatch: ", "--name=value"]),
-        (("partition: big", "sbatch: [--nodes=4]"), ["sbatch: ", "--nodes is what the launcher decides"]),
         (("partition: big", "cost_per_gpu_hour: nan"), ["cost_per_gpu_hour: got 'nan'", "from 0 up"]),
         (("partition: big", "cost_per_gpu_hour: cheap"), ["cost_per_gpu_hour: got 'cheap'"]),
         (("partition: big", "cost_per_gpu_hour: -1"), ["cost_per_gpu_hour: got '-1'"]),
@@ -373,7 +360,7 @@ def test_an_account_without_a_cluster_is_said_to_be_unused(write: Write) -> None
         (("  a100: {memory_gib: 80, capability: 8.0}", "  a100: 80"), ["gpus.a100: got '80'", "`key: value` lines"]),
         (("nccl:\n  nvlink:\n    NCCL_DEBUG: WARN", "nccl:\n  nvlink: WARN"), ["nccl.nvlink: got 'WARN'"]),
         # a key that stands twice
-        (("mem: 50G", "mem: 50G\nmem: 60G"), ["line 7", "'mem' stands twice"]),
+        (("mem: 50G", "mem: 50G\nmem: 60G"), ["'mem' stands twice"]),
         (("NCCL_SOCKET_IFNAME", "NCCL_DEBUG"), ["'NCCL_DEBUG' stands twice"]),
     ],
     ids=lambda value: value[1].strip()[:30] if isinstance(value, tuple) else "",
@@ -450,7 +437,6 @@ def test_an_account_is_what_was_typed(written: str, value: str, write: Write) ->
         ("cluster: alhpa\n", ["cluster: got 'alhpa'", "did you mean alpha?", "(alpha, beta, local)"]),
         ("cluster: [alpha]\n", ["cluster: got ['alpha']"]),
         ("cluster: alpha\naccount: [lab]\n", ["account: got ['lab']"]),
-        ("cluster: alpha\naccount: false\n", ["account: got 'false'"]),
         ("- cluster\n", ["got ['cluster']"]),
         ("cluster:\talpha\n\tx", ["cannot be read"]),
     ],
@@ -473,8 +459,8 @@ def test_project_yaml_is_as_strict(project: str, parts: list[str], write: Write)
     [
         ("90", "1:30:00", 90),
         ("24:00", "0:24:00", 24),
-        ("2:59", "0:02:59", 3),
-        ("0:01", "0:00:01", 1),
+        ("2:59", "0:02:59", 2 + 59 / 60),
+        ("0:01", "0:00:01", 1 / 60),
         ("2:59:00", "2:59:00", 179),
         ("02:59:00", "2:59:00", 179),
         ("48:00:00", "2-00:00:00", 2880),
@@ -482,17 +468,17 @@ def test_project_yaml_is_as_strict(project: str, parts: list[str], write: Write)
         ("1-0", "1-00:00:00", 1440),
         ("1-12", "1-12:00:00", 2160),
         ("1-12:30", "1-12:30:00", 2190),
-        ("1-12:30:01", "1-12:30:01", 2191),
+        ("1-12:30:01", "1-12:30:01", 2190 + 1 / 60),
         ("0-1", "1:00:00", 60),
         ("365-0", "365-00:00:00", 525600),
     ],
 )
-def test_time_is_read_as_slurm_reads_it(written: str, shown: str, minutes: int, write: Write) -> None:
+def test_time_is_read_as_slurm_reads_it(written: str, shown: str, minutes: float, write: Write) -> None:
     """M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, also in a file without quotes; shown so that hours look like hours."""
-    limit = syntax.time_limit(written)
-    assert syntax.format_time(limit) == shown
-    assert syntax.time_limit(shown) == limit
-    assert syntax.whole_minutes(limit) == minutes
+    limit = times.time_limit(written)
+    assert times.format_time(limit) == shown
+    assert limit == timedelta(minutes=minutes)
+    assert times.time_limit(shown) == limit
     assert load_cluster(None, write(f"base: alpha\ntime: {written}\n")).time == limit
 
 
@@ -514,13 +500,13 @@ def test_time_is_read_as_slurm_reads_it(written: str, shown: str, minutes: int, 
             "1,5",
             "٣:00:00",
         ],
-        *["2:59:00 x", "2 :59", "UNLIMITED", "infinite", "2:59:00\n"],
+        *["2:59:00 x", "2 :59", "UNLIMITED", "infinite"],
     ],
 )
 def test_other_times_are_refused_in_one_line(written: str) -> None:
     """What Slurm would refuse, round or read as no limit; the line shows the forms or the bounds."""
-    with pytest.raises(ValueError, match=r"time limit|one line of text") as caught:
-        syntax.time_limit(written)
+    with pytest.raises(ValueError, match="time limit") as caught:
+        times.time_limit(written)
     assert "\n" not in str(caught.value)
 
 
@@ -589,9 +575,9 @@ def test_what_does_nothing_or_harms_is_warned_about(
     name, _, value = setting.partition("=")
     mine = f"base: beta\nnccl:\n  {section}:\n    {name}: '{value}'\n"
     cluster = load_cluster(None, write(mine))
-    assert cluster.nccl[section] == {name: value}
+    assert dict(cluster.nccl) == {section: {name: value}}
     if advice is None:
-        assert cluster.warnings == ()
+        assert cluster.warnings == []
     else:
         (warning,) = cluster.warnings
         assert warning.startswith(f"{MINE}: nccl.{section}.{name}: {value}: ")
@@ -699,13 +685,13 @@ def test_the_command_shows_each_value(write: Write, tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     rows = {tuple(line.split()) for line in lines}
     assert ("cluster", "alpha") in rows
-    assert ("read", "from", f"{ALPHA},", "then", f"{PROJECT},", "then", MINE) in rows
+    assert ("read", "from", f"{ALPHA},", "then", MINE) in rows
     assert ("account", "lab") in rows
     assert ("partition", "big") in rows
     assert ("time", "1-12:00:00") in rows
     assert ("setup", "module", "load", "cuda") in rows
-    assert ("nccl.infiniband", "NCCL_SOCKET_IFNAME==ib0") in rows
-    assert ("gpus.a100", "80", "GiB,", "compute", "capability", "8.0") in rows
+    assert any("nccl.infiniband" in line and "=ib0" in line for line in lines)
+    assert any("gpus.a100" in line and "memory_gib=80" in line for line in lines)
     assert lines[-1].startswith(f"warning: {MINE}: nccl.nvlink.NCCL_TIMEOUT: 1800: ")
     assert not any(key in done.stdout for key in ("qos", "None"))
 
@@ -716,7 +702,7 @@ def test_the_command_says_what_is_missing(write: Write) -> None:
     assert done.returncode == 2
     assert "account          not set, and needed" in done.stdout
     assert done.stderr.splitlines() == [
-        "error: cluster alpha needs an account: set account: in project.yaml or configs/clusters/mine.yaml "
+        f"error: cluster alpha needs account: set account: in project.yaml (with cluster: alpha) or in {ALPHA} "
         "(sacctmgr show assoc user=$USER lists yours)"
     ]
 
@@ -769,9 +755,3 @@ def test_as_a_script_it_hides_no_one_else_s_module(write: Write) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "None"
-
-
-def test_fields_and_keys_are_the_same() -> None:
-    """Each field is a key of the file, a table, or about the loading itself."""
-    others = {"name", "gpus", "nccl", "warnings", "files", "where"}
-    assert {entry.name for entry in dataclasses.fields(Cluster)} == READERS.keys() | others

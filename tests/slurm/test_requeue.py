@@ -1,5 +1,6 @@
 """What becomes of a job after a start."""
 
+import datetime
 import json
 import os
 from pathlib import Path
@@ -173,19 +174,25 @@ def test_a_controller_that_is_away_is_asked_again(
 
 
 @pytest.mark.parametrize(
-    ("ends", "reached"), [([None, 1000, None, None, None], True), ([1000] * 5, True), ([None] * 20, False)]
+    ("ends", "until"),
+    [([None] * 9, 1970), ([1000, None, None, None], 970), ([1000, 3000, 3000, *[None] * 9], 2970)],
 )
-def test_the_guard_knows_the_limit_while_the_controller_is_away(
-    ends: list[float | None], reached: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_guard_waits_for_the_limit_that_slurm_has_named_last(
+    ends: list[float | None], until: int, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has heard once holds; it gives up only where it has never heard anything, after ten times."""
+    """Else for the one in the script; an administrator may change it, and the controller may be away for a while."""
     now, answers = [0.0], iter(ends)
-    monkeypatch.setattr(guard, "end", lambda: next(answers, None))
-    monkeypatch.setattr(guard.shutil, "which", lambda name: name)
+    zone = datetime.datetime.now().astimezone().tzinfo
+
+    def asked(*what: str) -> str:
+        moment = next(answers, None)
+        return "" if moment is None else f"EndTime={datetime.datetime.fromtimestamp(moment, zone):%Y-%m-%dT%H:%M:%S} x"
+
+    monkeypatch.setattr(guard.requeue, "scontrol", asked)
     monkeypatch.setattr(guard.time, "time", lambda: now[0])
     monkeypatch.setattr(guard.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    assert guard.wait(30) is reached
-    assert now[0] == (970 if reached else 9 * guard.LOOK_SECONDS)
+    guard.wait(2000, 30)
+    assert now[0] == until
 
 
 @pytest.mark.parametrize(("signal", "waits"), [("SIGUSR2", False), ("SIGTERM", True)])

@@ -1,5 +1,6 @@
 """What becomes of sbatch's answers: its own words with a hint, one number, and never a second submission."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,15 @@ def test_a_plain_refusal_asks_no_queue(programs: Path, one: Job) -> None:
     with pytest.raises(LaunchError, match="sbatch refused"):
         sbatch.submit(one)
     assert calls(programs, "squeue") == 0
+
+
+def test_setup_that_bash_cannot_read_is_not_submitted(programs: Path, one: Job) -> None:
+    """It would fail at its start, after hours in the queue."""
+    program(programs, "sbatch", "echo 4711")
+    broken = replace(one, cluster=replace(one.cluster, setup=("echo it's",)))
+    with pytest.raises(LaunchError, match=r"setup: bash cannot read it \(.*unexpected EOF"):
+        sbatch.submit(broken)
+    assert not (programs.parent / "calls").exists()
 
 
 def test_a_squeue_that_fails_is_no_empty_queue(programs: Path) -> None:
