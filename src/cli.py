@@ -252,7 +252,7 @@ class ProjectCLI(StrictCLI):
             stop_workers([trainer.train_dataloader, trainer.val_dataloaders])
             stop_workers([trainer.test_dataloaders, trainer.predict_dataloaders])
             release()
-            signals.forget()
+            signals.clear()
 
     def remove_new_run(self) -> None:
         """Remove the folder that this start has made, where training was refused before its first step."""

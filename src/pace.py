@@ -41,7 +41,7 @@ class Pace:
 
     def due(self, trainer: Trainer, count: int) -> bool:
         """Whether the ranks ask at this count; a single process does where a signal has come."""
-        return count >= self.next or (trainer.world_size == 1 and signals.asked() > 0)
+        return count >= self.next or (trainer.world_size == 1 and signals.pending() > 0)
 
     def ask(self, trainer: Trainer, count: int, values: list[int]) -> list[int]:
         """The largest values over all ranks. Collective: every rank is at this `count`."""

@@ -1,4 +1,4 @@
-"""STOPPED, the file in a run directory that says: a signal came, the state is saved, the next start goes on.
+"""STOPPED, the file in a run directory that says: a signal came, the state is saved, the next start resumes.
 
 The job's batch script reads it. It names the start that wrote it: one that an earlier start has left means nothing.
 Without PyTorch, as the launcher reads it.
@@ -22,36 +22,36 @@ LEAD = "STOP_LEAD_SECONDS"  # set by the batch script: between the signal and th
 
 
 def this_start(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Which start of which job runs here; no job outside of Slurm."""
+    """Return which start of which Slurm job this is."""
     job = environment.get("SLURM_JOB_ID")
     return {"job": job, "start": int(environment.get("SLURM_RESTART_COUNT", 0)) if job else None}
 
 
 def mark(run: Path, step: int, signal: str) -> None:
-    """Say that the state of `step` is saved because of `signal`, such as SIGUSR2. Raises OSError."""
-    said = {"step": step, "signal": signal, "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")}
-    write_text(run / MARKER, json.dumps(said | this_start()) + "\n")
+    """Write that the state of `step` is saved because of `signal`, such as SIGUSR2. Raises OSError."""
+    time = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    write_text(run / MARKER, json.dumps({"step": step, "signal": signal, "time": time} | this_start()) + "\n")
 
 
 def read(run: Path, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """What this start has left there; None where it has not stopped, or the marker is another one's."""
-    said, own = read_json(run / MARKER), this_start(environment)
-    return said if said and {name: said.get(name) for name in own} == own else None
+    """Return what this start has written; None where it has not stopped, or the marker is another start's."""
+    content, own = read_json(run / MARKER), this_start(environment)
+    return content if content and {name: content.get(name) for name in own} == own else None
 
 
 def exit_code(reason: str, rank: int) -> int:
-    """What a rank ends with that has stopped in order.
+    """Return the exit code of a rank that has stopped with its state saved.
 
-    srun, torchrun and Lightning end all ranks when one does not end with 0: the others than rank 0 do, and rank 0 as
-    well where a batch script reads the marker.
+    srun, torchrun and Lightning end all ranks when one does not end with 0: so only rank 0 says 85, and not even that
+    where a batch script reads the marker.
     """
     if reason == "SIGINT" and rank == 0:
-        return exit_codes.INTERRUPTED  # of a loop in a shell that starts again after 85, too, Ctrl-C is the end
+        return exit_codes.INTERRUPTED  # a shell loop that restarts after 85 must end with Ctrl-C
     saved = reason.startswith("SIG") and rank == 0 and READ_BY_SCRIPT not in os.environ
     return exit_codes.STOPPED if saved else exit_codes.DONE
 
 
 def rotate(run: Path) -> None:
-    """A start begins: what the one before has left is kept as STOPPED.previous, for people."""
+    """Keep what the start before has left as STOPPED.previous, for people, as a new start begins."""
     with contextlib.suppress(FileNotFoundError):
         (run / MARKER).replace(run / f"{MARKER}.previous")

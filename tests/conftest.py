@@ -37,7 +37,7 @@ def _signals() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in signals.STOPS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signals.forget()
+    signals.clear()
     signals.restore()
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -109,7 +109,7 @@ def test_the_first_ctrl_c_is_noted_while_training_and_the_second_leaves(capfd: p
         signal.raise_signal(signal.SIGINT)
     signals.listen(saves=True)
     signal.raise_signal(signal.SIGINT)
-    assert signals.asked() == signal.SIGINT
+    assert signals.pending() == signal.SIGINT
     assert "saving after this step; once more leaves at once" in capfd.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

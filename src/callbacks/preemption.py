@@ -1,4 +1,4 @@
-"""Who wants a machine back sends a signal: training stops between two steps, saved, and the command leaves."""
+"""Stop between two steps, saved, when a signal asks for the machine."""
 
 import os
 import time
@@ -12,12 +12,12 @@ from src import signals, stopped
 from src.errors import UserError
 
 # Between the signal and the end, where no batch script says: what clouds give at least, and Slurm's usual KillWait.
-LEAD = 30.0
+LEAD_SECONDS = 30.0
 MEASURED = 3  # steps, after the first, which may compile
 
 
 class Preemption(Callback):
-    """Replaces Lightning's answer to signals, and says where a signal would come too late to save.
+    """Replaces Lightning's answer to signals, and warns where a signal would come too late to save.
 
     With more than one process Lightning broadcasts a flag and waits for it in *every* step, and broadcasts again inside
     the signal handler, where ranks that were signalled at different moments wait for each other forever. In the end it
@@ -27,18 +27,15 @@ class Preemption(Callback):
         save_seconds: what the first save of this start took; None so far
         saves: whether a state is saved; else, as in an evaluation, a signal ends the command at once
 
-    Raises:
-        UserError: STOP_LEAD_SECONDS is no number.
-
     """
 
     def __init__(self, save_seconds: Callable[[], float | None] = lambda: None, *, saves: bool = False) -> None:
         self.save_seconds, self.saves = save_seconds, saves
-        given = os.environ.get(stopped.LEAD, str(LEAD))
+        lead = os.environ.get(stopped.LEAD, str(LEAD_SECONDS))
         try:
-            self.lead = float(given)
+            self.lead = float(lead)
         except ValueError as error:
-            raise UserError(f"{stopped.LEAD}={given}: expected a number of seconds, such as 120") from error
+            raise UserError(f"{stopped.LEAD}={lead}: expected a number of seconds, such as 120") from error
         self._step_seconds: list[float] = []
         self._step, self._clock, self._warned = -1, 0.0, False
         self._listens = False
@@ -46,10 +43,10 @@ class Preemption(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: D102
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        spare_loaders()
+        keep_workers_alive()
         signals.listen()
         if not self.saves:
-            signals.leave_at_once()
+            signals.exit_on_signal()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._step_seconds, self._step, self._clock = [], trainer.global_step, time.monotonic()
@@ -67,12 +64,12 @@ class Preemption(Callback):
             self._step_seconds.append(now - self._clock)
         self._step, self._clock = trainer.global_step, now
         if len(self._step_seconds) > MEASURED:
-            self._compare(min(self._step_seconds[1:]), self.save_seconds())
+            self._warn_if_late(min(self._step_seconds[1:]), self.save_seconds())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         self._clock = time.monotonic()
 
-    def _compare(self, step: float, save: float | None) -> None:
+    def _warn_if_late(self, step: float, save: float | None) -> None:
         if step + (save or 0) <= self.lead:
             return
         self._warned = True
@@ -84,15 +81,14 @@ class Preemption(Callback):
         )
 
 
-def spare_loaders() -> None:
+def keep_workers_alive() -> None:
     """Let loaders' processes outlive the signals that a scheduler sends to every process of a job."""
-    set_theirs = getattr(
-        signal_handling._set_worker_signal_handlers, "theirs", signal_handling._set_worker_signal_handlers
-    )
+    set_handlers = signal_handling._set_worker_signal_handlers
+    set_theirs = getattr(set_handlers, "theirs", set_handlers)  # PyTorch's own, if this was called before
 
     def set_both() -> None:
         set_theirs()
-        signals.only_from_parent()
+        signals.ignore_unless_from_parent()
 
     set_both.theirs = set_theirs  # type: ignore[attr-defined]
     signal_handling._set_worker_signal_handlers = set_both

@@ -112,6 +112,6 @@ class Schedule:
         """Learn what rank 0's clock says and what signals have come. Collective."""
         now = time.monotonic()
         clock = [int(now - self._clock >= self._between), int(now - self._begun >= self._limit)]
-        up, over, signal = pace.ask(trainer, count, [*(clock if trainer.is_global_zero else [0, 0]), signals.asked()])
+        up, over, signal = pace.ask(trainer, count, [*(clock if trainer.is_global_zero else [0, 0]), signals.pending()])
         self._up = bool(up)
         self.stop = signals.name(signal) if signal else "max_time" if over else None
