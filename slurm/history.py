@@ -67,16 +67,10 @@ def spans(events: Sequence[Mapping[str, Any]], folder: Path, running: bool) -> l
     return seconds
 
 
-def allocated(folder: Path) -> float:
-    """Return the seconds of all starts of all jobs of a run that is not running now."""
-    jobs = [path.name.removesuffix("_history.jsonl") for path in folder.glob("slurm/*_history.jsonl")]
-    return sum(sum(spans(read(folder, job), folder, running=False)) for job in jobs)
-
-
 def last_sign(folder: Path) -> float:
     """Return when the run last wrote something, in seconds since the epoch; 0 where it never has."""
     times = [0.0]
-    for path in (folder / "summary.json", folder / "metrics.csv", *folder.glob("slurm/*.out")):
+    for path in (folder / "heartbeat", folder / "summary.json", folder / "metrics.csv", *folder.glob("slurm/*.out")):
         with contextlib.suppress(OSError):
             times.append(path.stat().st_mtime)
     return max(times)

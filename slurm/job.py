@@ -13,7 +13,6 @@ import re
 import shlex
 import socket
 import sys
-import time
 from pathlib import Path
 
 from slurm import history, race, requeue
@@ -89,13 +88,12 @@ def begin(
             return "exit 0"
         race.cancel_others(race_name, job)
     stopped.rotate(run)
-    step, before = requeue.saved_step(run), history.allocated(run)
+    step = requeue.saved_step(run)
     history.note(run, own, "start", restart=start, nodes=nodes, step=step)
     # Slurm runs the batch script on the job's first node, that of rank 0.
     exports = {"MASTER_ADDR": address(os.environ["SLURMD_NODENAME"]), "MASTER_PORT": str(free_port(int(job)))}
     from_where = f"goes on from step {step}" if step >= 0 else "begins"
     say(f"{from_where}, " + " ".join(f"{name}={value}" for name, value in exports.items()))
-    exports |= {"ALLOCATED_BEFORE": f"{before:.0f}", "ALLOCATED_SINCE": f"{time.time():.0f}"}
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in exports.items())
 
 

@@ -88,7 +88,8 @@ class State:
     nodes: str = ""
     seconds: float = 0.0  # of this start, or of the last one
     restarts: int = 0  # of this job
-    gpu_seconds: float = 0.0  # of all starts of all jobs of the run
+    allocated: float = 0.0  # seconds of all starts of all jobs of the run
+    gpu_seconds: float = 0.0  # of the same
     number: str = ""  # of the job while Slurm has it, one for each task of an array
     live: tuple[str, ...] = ()  # jobs of the run that Slurm may still run: in a race there are several
 
@@ -106,11 +107,11 @@ class State:
 
     @property
     def lost(self) -> str:
-        """Allocated time that led nowhere: starting, and what had to be repeated."""
-        allocated, useful = (self.summary.get(f"{name}_seconds") for name in ("allocated", "useful"))
-        if not isinstance(allocated, int | float) or not isinstance(useful, int | float):
+        """Allocated time that led to no saved state: starting, what was repeated, and what is not saved yet."""
+        useful = self.summary.get("useful_seconds")
+        if not isinstance(useful, int | float):
             return ""
-        return format_time(timedelta(seconds=int(max(0, allocated - useful))))
+        return format_time(timedelta(seconds=int(max(0, self.allocated - useful))))
 
     @property
     def elapsed(self) -> str:
@@ -225,6 +226,7 @@ def _state(
         nodes=nodes,
         seconds=seconds[job][-1] if seconds[job] else 0.0,
         restarts=max(0, len(seconds[job]) - 1),
+        allocated=sum(sum(starts) for starts in seconds.values()),
         gpu_seconds=sum(sum(seconds[row["job"]]) * row["nodes"] * row["gpus_per_node"] for row in rows),
         number=queued.number if queued else "",
         live=tuple(row["job"] for row in rows if row["job"] in queue and queue[row["job"]].live),

@@ -36,7 +36,6 @@ from src.callbacks.counts import TrainingCounts
 from src.callbacks.ema import EMA
 from src.callbacks.frozen import Frozen
 from src.callbacks.global_batch import GlobalBatch
-from src.callbacks.heartbeat import Heartbeat
 from src.callbacks.loss_scale import LossScale
 from src.callbacks.out_of_memory import OutOfMemory
 from src.callbacks.predictions import WritePredictions
@@ -161,7 +160,8 @@ class ProjectCLI(StrictCLI):
         """Find out what this machine makes of the configuration; refuse what cannot be."""
         self.config_text = self.dump(without=OF_ONE_START)  # fed back with --config it starts a run of its own
         self.resolved = resolve(self.settings, config_files(self.argv))
-        self.resolved.notes += debug_collectives(self.argv) if self.settings.debug_collectives else []
+        if self.settings.debug_collectives:
+            debug_collectives()
         if self.resolved.plan is not None:
             self.settings.data.init_args.batch_size = self.resolved.plan.micro_batch_size
 
@@ -200,7 +200,6 @@ class ProjectCLI(StrictCLI):
         callbacks = [
             self._watchdog(run, record),  # before whatever may hang
             record,  # its checks come before all other work, and it sees every exception
-            Heartbeat(run.path),
             TrainingCounts(run, self.resolved.plan, asked_batch(self.settings)),
             FreeGradients(),
             FreezeGarbage(),
@@ -217,10 +216,8 @@ class ProjectCLI(StrictCLI):
         ]
         return [callback for callback in callbacks if callback is not None]
 
-    def _watchdog(self, run: Run, record: RunRecord | None = None) -> Watchdog | None:
+    def _watchdog(self, run: Run, record: RunRecord | None = None) -> Watchdog:
         record_collectives(run.path)
-        if self.hang_limit is None:
-            return None
         tell = None if record is None else lambda text: record.write(self.trainer, "hung", text)
         return Watchdog(self.hang_limit, run.path, tell, self.resume_command)
 

@@ -10,9 +10,8 @@ from typing import BinaryIO
 from src import exit_codes
 from src.errors import UserError
 from src.files import open_own, read_json
+from src.hangs.heartbeat import HEARTBEAT_FILE, HEARTBEAT_SECONDS
 
-HEARTBEAT_FILE = "heartbeat"  # of a run that has not ended in order; src/callbacks/heartbeat.py writes it
-HEARTBEAT_SECONDS = 10
 LOOK_SECONDS = 1.0  # for how long a command that only looks at a run (`status`) may hold its lock
 _locks: dict[Path, BinaryIO] = {}  # open until `release` or the end of this process
 

@@ -44,7 +44,6 @@ LAUNCHERS = (
     "NODE_RANK",
     "LIGHTNING_RUN",
     "STOP",
-    "ALLOCATED",
 )
 
 

@@ -22,7 +22,7 @@ from tests.commands import CPU, SMALL, fit
 
 FILES = (
     *("config.yaml", "manifest.json", "summary.json", "heartbeat", "metrics.csv", "STOPPED", "tensorboard"),
-    *("checkpoints", "ranks.json", "code.diff", "DONE", ".lock", "wandb_id", "checkpoints/step=00000004.ckpt", ""),
+    *("checkpoints", "code.diff", "DONE", ".lock", "wandb_id", "checkpoints/step=00000004.ckpt", ""),
 )
 SPOILED = ("folder", "garbage", "gone")
 REFUSED = {"unreadable": errno.EACCES, "read-only": errno.EROFS, "full": errno.ENOSPC}

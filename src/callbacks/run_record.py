@@ -1,7 +1,6 @@
-"""Keeps manifest.json and summary.json of the run directory true, whatever happens."""
+"""Write manifest.json and summary.json of the run directory: at the start, with each save, and at every kind of end."""
 
 import math
-import os
 import socket
 import time
 from pathlib import Path
@@ -14,9 +13,7 @@ from src.callbacks.out_of_memory import announced
 from src.callbacks.throughput import Throughput, peak_memory
 from src.checkpoint.best import SaveBest
 from src.checkpoint.files import ours
-from src.checkpoint.status import SUMMARY_SECONDS
 from src.errors import AgreedError, Stopped, TrippedError
-from src.hangs.heartbeats import process_state
 from src.manifest import describe_start
 from src.memory import is_out_of_memory
 from src.precision import refuse_mixed_cards
@@ -26,7 +23,7 @@ from src.storage import refuse_unshared
 
 
 class RunRecord(Callback):
-    """Checks the world when it stands, prints the start block, and writes the two files from rank 0.
+    """Checks the processes when they have met, prints the start block, and writes the two files from rank 0.
 
     Args:
         run: the run directory
@@ -48,19 +45,13 @@ class RunRecord(Callback):
         self.run, self.world_size, self.facts, self.block, self.again = run, facts["world_size"], facts, block, again
         self._speed = speed
         self._started = time.monotonic()
-        self._written = 0.0
-        earlier = run.read_json("summary.json")
-        self._before = earlier.get("wall_time_seconds", 0.0)
-        # A batch script knows better, of starts that were killed.
-        given, since = (float(os.environ.get(f"ALLOCATED_{name}", -1)) for name in ("BEFORE", "SINCE"))
-        self._allocated_before = earlier.get("allocated_seconds", 0.0) if given < 0 else given
-        self._allocated_since = time.time() - process_age() if since < 0 else since
+        self._before = run.read_json("summary.json").get("wall_time_seconds", 0.0)
         self._useful_before = 0.0
         self._useful_since: float | None = None
-        self._refused = False
+        self._ended = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Every rank is here: are they as many as asked, and of one kind?"""
+        """Check that there are as many processes as asked for, on cards of one kind, in one shared folder."""
         if trainer.world_size != self.world_size:
             raise AgreedError(
                 f"{self.world_size} processes asked for, {trainer.world_size} started: check --ntasks-per-node "
@@ -103,27 +94,24 @@ class RunRecord(Callback):
         self._useful_since = time.monotonic()
 
     def _useful_seconds(self) -> float:
-        """Of training that led to the state of now; what was lost and done again counts once."""
+        """Return the seconds of training that led to the current state; what was lost and repeated counts once."""
         since = 0.0 if self._useful_since is None else time.monotonic() - self._useful_since
         return round(self._useful_before + since, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """How long it took to come to the state that is saved."""
+        """Return how long it took to come to the state that is saved."""
         return {"useful_seconds": self._useful_seconds()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102
         self._useful_before = state_dict["useful_seconds"]
 
-    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
-        if time.monotonic() - self._written > SUMMARY_SECONDS:
-            self.write(trainer, "running")
-
-    def on_validation_batch_end(self, trainer: Trainer, *args: object) -> None:
-        """A validation may be long: the record's date says that the run is alive."""
-        if time.monotonic() - self._written > SUMMARY_SECONDS:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the summary as far as what a restart finds; `heartbeat` says how far the run is in between."""
+        if not self._ended:
             self.write(trainer, "running")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: D102
+        self._ended = True  # what is still saved leaves the reason as it is
         if isinstance(exception, Stopped):
             self.write(trainer, f"stopped by {exception}")
             return
@@ -138,17 +126,14 @@ class RunRecord(Callback):
             self._keep(self.run.read_json("summary.json") | ended)
 
     def write(self, trainer: Trainer, exit_reason: str, error: str | None = None) -> None:
-        """Write summary.json. On rank 0 only, and without talking to other ranks: one of them may be gone."""
+        """Write summary.json, on rank 0 only and without talking to other ranks: one of them may be gone."""
         if not trainer.is_global_zero:
             return
-        self._written = time.monotonic()
         best = next((call for call in trainer.callbacks if isinstance(call, SaveBest)), None)  # type: ignore[attr-defined]
         score = None if best is None or best.best_model_score is None else float(best.best_model_score)
         checkpoints = ours(self.run.path / "checkpoints", "newest")
         memory = self._speed.values.get("perf/peak_memory_gib", peak_memory(trainer.strategy.root_device))
         seconds = self._speed.seconds
-        allocated = round(self._allocated_before + time.time() - self._allocated_since, 1)
-        useful = self._useful_seconds()
         rate = self._speed.samples * self.world_size / seconds if seconds else None
         self._keep(
             {
@@ -161,9 +146,7 @@ class RunRecord(Callback):
                 else None,
                 "last_checkpoint": str(checkpoints[-1]) if checkpoints else None,
                 "wall_time_seconds": round(self._before + time.monotonic() - self._started, 1),
-                "allocated_seconds": allocated,
-                "useful_seconds": useful,
-                "useful_share": round(useful / allocated, 4) if allocated else None,
+                "useful_seconds": self._useful_seconds(),
                 "samples_per_sec": None if rate is None else round(rate, 2),
                 "peak_memory_gib": round(memory, 3),
                 "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -172,32 +155,19 @@ class RunRecord(Callback):
         )
 
     def _keep(self, summary: dict[str, Any]) -> None:
-        """A disk that refuses it ends no training, which is on rank 0 alone here."""
         try:
             self.run.write_json("summary.json", summary)
-            self._refused = False
-        except OSError as error:
-            if not self._refused:
-                print(f"warning: {self.run.path / 'summary.json'} cannot be written ({error.strerror})", flush=True)
-            self._refused = True
+        except OSError as error:  # other ranks know nothing of it: no reason to end the training
+            print(f"warning: {self.run.path / 'summary.json'} cannot be written ({error.strerror})", flush=True)
 
 
 def total_steps(trainer: Trainer) -> int | None:
-    """Optimizer steps of the whole run; None where only time limits it, or its data has no length."""
+    """Return the optimizer steps of the whole run; None if only time limits it, or its data has no length."""
     per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
     limits = [math.ceil(per_epoch) * epochs if math.isfinite(per_epoch) else math.inf]
     limits += [trainer.max_steps] if trainer.max_steps >= 0 else []
     return int(min(limits)) if math.isfinite(min(limits)) else None
-
-
-def process_age() -> float:
-    """Seconds since this process began, its imports too; 0 where the system does not say."""
-    try:
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:
-        return 0.0
-    return max(0.0, uptime - process_state(os.getpid())[1] / os.sysconf("SC_CLK_TCK"))
 
 
 def _reason(exception: BaseException) -> str:

@@ -14,13 +14,12 @@ from typing import Any
 from src.checkpoint.choose import NoWholeCheckpointError
 from src.checkpoint.entries import files_of, look, restart_from
 from src.checkpoint.files import ours, place_inside, step_in_name
-from src.checkpoint.ranks import line, ranks_of
 from src.checkpoint.units import age, duration, shorten
 from src.errors import UserError
 from src.files import read_json
-from src.lock import HEARTBEAT_FILE, owner
+from src.hangs.heartbeat import HEARTBEAT_FILE, rank_line, rank_rows
+from src.lock import owner
 
-SUMMARY_SECONDS = 30  # between two summaries of a training run, as src/callbacks/run_record.py writes them
 SILENT = 90  # seconds: file servers show what another machine has written up to a minute late
 # Any other reason to end is a stop that a restart continues.
 ENDINGS = {"crashed": "crashed", "out of memory": "crashed", "lost a rank": "crashed", "tripped": "tripped"}
@@ -48,8 +47,8 @@ def state_of(run: Path, now: float | None = None) -> State:
     """
     now = time.time() if now is None else now
     summary = _summary(run)
-    beat, progress = read_json(run / HEARTBEAT_FILE), _written(run, summary)
-    signs = [sign for sign in (beat.get("written"), progress) if isinstance(sign, int | float)]
+    beat = read_json(run / HEARTBEAT_FILE)
+    signs = [sign for sign in (beat.get("written"), _written(run, summary)) if isinstance(sign, int | float)]
     # Of a run that was killed each of these is of another moment.
     saved = map(step_in_name, ours(run / "checkpoints", "newest")[-1:])
     steps = (summary.get("last_step"), beat.get("step"), _last_row(run), *saved)
@@ -57,13 +56,10 @@ def state_of(run: Path, now: float | None = None) -> State:
     state = State("new", "never trained", last, max(signs, default=None), summary=summary)
     reason = summary.get("exit_reason")
     silence = None if state.written is None else now - state.written
-    stuck = None if progress is None else now - progress
     if (run / "DONE").exists():
         state.name, state.why = "finished", "DONE is there"
     elif (holder := owner(run)) is not None:
         state.name, state.owner, state.why = "running", holder, f"trained by {holder or 'a process of this machine'}"
-        if stuck is not None and stuck > SILENT:
-            state.notes.append(f"it has not got on for {duration(stuck)}: a long step, validation or compile, or hung")
     elif reason == "running" and silence is not None and silence <= SILENT and not _gone(beat):
         state.name, state.why = "running", "a fresh sign of life; nobody holds the lock as far as this machine sees"
     elif reason == "running":
@@ -157,7 +153,7 @@ def facts(run: Path) -> dict[str, Any]:
             "file": str(entry.path),
         }
         lost = None if state.last_step is None else max(0, state.last_step - found[1])
-    since = None if state.written is None else state.written - SILENT
+    now = time.time() if state.name == "running" else None
     return {
         "run": run.name,
         "folder": str(run),
@@ -167,7 +163,7 @@ def facts(run: Path) -> dict[str, Any]:
         "last_step": state.last_step,
         "losses": _losses(run),
         "sign_of_life": state.written,
-        "ranks": ranks_of(run, time.time(), since, state.name == "running"),
+        "ranks": rank_rows(read_json(run / HEARTBEAT_FILE), now),
         "checkpoint": checkpoint,
         "steps_lost": lost,
         "error": state.summary.get("error"),
@@ -193,7 +189,7 @@ def _lines(told: dict[str, Any]) -> list[str]:
         lines.append(("train/loss", ", ".join(f"{loss} at step {step}" for loss, step in losses)))
     if told["sign_of_life"] is not None:
         lines.append(("sign of life", f"{age(told['sign_of_life'])} ago"))
-    lines += [(f"rank {row['rank']}", line(row)) for row in told["ranks"]]
+    lines += [(f"rank {row['rank']}", rank_line(row)) for row in told["ranks"]]
     if checkpoint:
         place = f"step {checkpoint['step']}, {checkpoint['place']}, {age(checkpoint['modified'])} old"
         lines.append(("checkpoint", f"{place}: {checkpoint['file']}"))

@@ -1,4 +1,4 @@
-"""How long nothing may happen, and how long a collective may wait."""
+"""Settings of the watchdog, and how long a collective may wait."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +14,7 @@ class WatchdogSettings:
     """When a run counts as hung.
 
     Args:
-        enabled: whether anything is watched at all
+        enabled: whether a hang is ended at all
         minutes: without any event (a batch fetched, a pass, a step, a batch of a validation, a save that begins) after
             which every rank is ended; null: two thirds of the collective timeout, so that it comes first and all know
             why: 20 minutes
@@ -30,29 +30,26 @@ class WatchdogSettings:
 
 
 def fit_timeouts(strategy: Any, minutes: float | None, settings: WatchdogSettings) -> tuple[float | None, list[str]]:
-    """Set how long collectives wait, and find the watchdog's limit, which should pass before that.
+    """Set how long collectives wait; return the watchdog's limit in seconds, and notes on settings without an effect.
 
     Args:
         strategy: of the trainer, before its process group starts
-        minutes: for a collective; None: as the strategy has it, 30 where nobody said
+        minutes: for a collective; None: as the strategy has it, else 30
         settings: of the watchdog
 
-    Returns:
-        The limit in seconds, None where nothing is to be watched; and notes on what has no effect.
-
     """
-    notes, there = [], hasattr(strategy, "_timeout")
-    if minutes is not None and there:
+    notes, distributed = [], hasattr(strategy, "_timeout")
+    if minutes is not None and distributed:
         strategy._timeout = timedelta(minutes=minutes)
     elif minutes is not None:
         notes.append("collective_timeout_minutes has no effect: one process waits for no other")
-    collective = strategy._timeout.total_seconds() / 60 if there and strategy._timeout else COLLECTIVE_MINUTES
+    collective = strategy._timeout.total_seconds() / 60 if distributed and strategy._timeout else COLLECTIVE_MINUTES
     if not settings.enabled:
         if settings.minutes is not None:
             notes.append("watchdog.minutes has no effect with watchdog.enabled false")
         return None, notes
     own = collective * 2 / 3 if settings.minutes is None else settings.minutes
-    if there and own >= collective:
+    if distributed and own >= collective:
         notes.append(
             f"watchdog.minutes {own:g} comes too late where a rank skips a collective: the others end after "
             f"{collective:g} minutes (collective_timeout_minutes), and nothing says which rank it was"

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning import Callback
 
 from src.callbacks import run_record
 from src.callbacks.run_record import RunRecord
@@ -27,12 +28,12 @@ def run(tmp_path) -> Run:
 def fit(run, rows):
     """Trains 4 steps in the run directory; returns the callback and the trainer."""
 
-    def train(module=None, world_size=1, checkpoints=False, **settings):
+    def train(module=None, world_size=1, checkpoints=False, more=(), **settings):
         speed = Throughput()
         block = [("run", run.folder), ("global batch", "2 = 2 micro")]
         facts = {"task": "line", "precision": "32-true", "world_size": world_size}
         record = RunRecord(run, facts, block, AGAIN, speed)
-        callbacks = [record, speed]
+        callbacks = [record, speed, *more]
         if checkpoints:
             chosen = CheckpointSettings(every_n_steps=2)
             newest = SaveNewest(run.path / "checkpoints", chosen)
@@ -87,18 +88,33 @@ def test_every_start_stays_in_the_manifest(fit, run):
     assert manifest["earlier_starts"][0] == {key: first[key] for key in keys}
 
 
-def test_the_summary_is_true_while_it_runs(fit, run, monkeypatch):
-    """From the start and in every interval the summary says that the run is running and how far it is."""
+def test_the_summary_is_written_at_the_start_and_with_each_save(fit, run):
+    """A restart finds in it what it finds in the checkpoints; between two saves the disk is left alone."""
     seen = []
-    monkeypatch.setattr(run_record, "SUMMARY_SECONDS", -1)
 
     class Reading(Line):
         def training_step(self, batch, batch_idx):
             seen.append((summary(run)["exit_reason"], summary(run)["last_step"]))
             return super().training_step(batch, batch_idx)
 
-    fit(Reading())
-    assert seen == [("running", step) for step in range(4)]
+    fit(Reading(), checkpoints=True)
+    assert seen == [("running", step) for step in (0, 0, 2, 2)]
+
+
+def test_a_save_on_the_way_out_leaves_the_reason(fit, run):
+    """Whoever still saves when training has raised does not turn a crash into a run that goes on."""
+
+    class Saves(Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            trainer.save_checkpoint(run.path / "late.ckpt")
+
+    class Breaking(Line):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError):
+        fit(Breaking(), more=[Saves()])
+    assert summary(run)["exit_reason"] == "crashed"
 
 
 def test_the_summary_says_how_it_ended(fit, run):
@@ -125,8 +141,7 @@ def test_a_best_that_is_not_there_is_not_named(fit, run):
 
 
 def test_a_disk_that_refuses_the_summary_ends_no_training(fit, run, monkeypatch, capsys):
-    """It is said once, and the run ends as it would have."""
-    monkeypatch.setattr(run_record, "SUMMARY_SECONDS", -1)
+    """One line says so, and the run ends as it would have."""
 
     class Full(Line):
         def on_train_batch_start(self, batch, batch_idx):
@@ -135,9 +150,9 @@ def test_a_disk_that_refuses_the_summary_ends_no_training(fit, run, monkeypatch,
 
             monkeypatch.setattr(Run, "write_json", refuse)
 
-    _, trainer = fit(Full())
+    _, trainer = fit(Full(), checkpoints=True)
     assert trainer.global_step == 4
-    assert capsys.readouterr().out.count("summary.json cannot be written (No space left on device)") == 1
+    assert "summary.json cannot be written (No space left on device)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["", '{"wall', "[]"])
@@ -157,27 +172,14 @@ def test_wall_time_adds_up_over_starts(fit, run):
     assert summary(run)["wall_time_seconds"] >= 5000
 
 
-def test_time_that_was_lost_is_no_useful_time(fit, run, monkeypatch):
-    """Useful is what led to the state of now, by the checkpoint; allocated is what the batch script has counted."""
-    monkeypatch.setenv("ALLOCATED_BEFORE", "1000")
-    monkeypatch.setenv("ALLOCATED_SINCE", str(run_record.time.time() - 100))
-    run.write_json("summary.json", {"allocated_seconds": 5.0, "useful_seconds": 990.0})
+def test_time_that_was_lost_is_no_useful_time(fit, run):
+    """Useful is what led to the current state, by the checkpoint, not by the summary of a start that went further."""
+    run.write_json("summary.json", {"useful_seconds": 990.0})
     record, trainer = fit()
     record.load_state_dict({"useful_seconds": 550.0})
     record.write(trainer, "running")
-    found = summary(run)
-    assert 1100 <= found["allocated_seconds"] < 1400
-    assert 550 <= found["useful_seconds"] < 850
-    assert found["useful_share"] == pytest.approx(found["useful_seconds"] / found["allocated_seconds"], abs=1e-3)
+    assert 550 <= summary(run)["useful_seconds"] < 850
     assert record.state_dict()["useful_seconds"] >= 550
-
-
-def test_without_a_batch_script_starts_add_up(fit, run):
-    """From the summary of before, and from when this process began."""
-    run.write_json("summary.json", {"allocated_seconds": 5000.0})
-    fit()
-    assert summary(run)["allocated_seconds"] > 5000 + run_record.process_age() / 2
-    assert run_record.process_age() > 0
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_two_jobs_on_a_node_get_different_ports() -> None:
 def test_a_start_says_where_to_meet_and_is_remembered(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script gets address and port, batch.out a line with job, nodes and run, the history a start."""
     found = evaluated(job.begin(inside, 2, ""))
-    assert found.keys() == {"MASTER_ADDR", "MASTER_PORT", "ALLOCATED_BEFORE", "ALLOCATED_SINCE"}
+    assert found.keys() == {"MASTER_ADDR", "MASTER_PORT"}
     assert found["MASTER_ADDR"] == "n1"
     said = capsys.readouterr().err
     assert "job 1234, first start, on n[1-2]" in said

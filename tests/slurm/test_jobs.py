@@ -145,13 +145,18 @@ def test_a_running_job_shows_step_checkpoint_and_hours(root: Path, bin_folder: P
 
 
 def test_a_chain_of_starts_shows_how_far_it_is_and_what_was_lost(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:
-    """Part done, restarts, time that led nowhere; of a job that has ended, why."""
+    """Part done, restarts, allocated time by the job's history that led nowhere; of a job that has ended, why."""
     submitted(root, "gpt", "11")
-    summary = {"last_step": 300, "total_steps": 1200, "allocated_seconds": 9000.0, "useful_seconds": 8100.0}
+    summary = {"last_step": 300, "total_steps": 1200, "useful_seconds": 8100.0}
     (root / "gpt/summary.json").write_text(json.dumps(summary | {"exit_reason": "stopped by SIGUSR2"}))
     for event in ("start", "end", "start", "end", "start"):
         history.note(root / "gpt", "11", event)
     history.note(root / "gpt", "11", "end", why="stopped by SIGUSR2 at step 300, saved; --max-restarts 2 is reached")
+    path = root / "gpt/slurm/11_history.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    moments = (0.0, 3000.0, 4000.0, 7000.0, 8000.0, 11000.0)  # three starts of 3000 s
+    lines = [json.dumps(event | {"time": moment}) for event, moment in zip(events, moments, strict=True)]
+    path.write_text("\n".join(lines) + "\n")
     queue(bin_folder, "11|N/A|11|FAILED|NonZeroExitCode|")
     found = row(run_jobs("list"), "gpt")
     assert (found["DONE"], found["RESTARTS"], found["LOST"]) == ("25 %", "2", "0:15:00")
