@@ -14,7 +14,7 @@ RUN is a folder's name in the run root or a path. Reads files with torch alone: 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 if __name__ == "__main__":
     from src import streams
@@ -22,11 +22,10 @@ if __name__ == "__main__":
     streams.outlast_readers()
 
 from src import exit_codes
-from src.checkpoint.compare import differences, outcome, states
-from src.checkpoint.entries import restart_from, run_folder, run_or_file
-from src.checkpoint.export import Wish, export
-from src.checkpoint.files import fault
-from src.checkpoint.listing import list_checkpoints, list_runs, verify_file, verify_run
+from src.checkpoint.compare import diff
+from src.checkpoint.entries import run_folder, run_or_file
+from src.checkpoint.export import export
+from src.checkpoint.listing import list_checkpoints, list_runs, verify
 from src.checkpoint.rollback import roll_back
 from src.checkpoint.status import show
 from src.errors import FileError, UserError
@@ -34,29 +33,28 @@ from src.run import newest_first
 from src.storage import run_root
 
 DIFFERENT = 1
-SHOWN = 40  # lines on what differs
 
 
 class Parser(argparse.ArgumentParser):
-    """One that complains in one line, like the rest of the project."""
+    """A parser that complains in one line, like the rest of the project."""
 
     def error(self, message: str) -> NoReturn:  # noqa: D102
         raise UserError(f"{message}; {self.prog} --help says what there is")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 1 different, 2 bad input, 65 a damaged checkpoint)."""
+    """Run one command; return the exit code (0 done, 1 different, 2 bad input, 65 a damaged checkpoint)."""
     try:
         return _run(_parser().parse_args(argv))
-    except UserError as error:
+    except (UserError, OSError) as error:
         return _complain(error)
-    except OSError as error:
-        return _complain(FileError(error))
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
 
 
-def _complain(error: UserError) -> int:
+def _complain(error: UserError | OSError) -> int:
+    if isinstance(error, OSError):
+        error = FileError(error)
     print("error: " + " ".join(str(error).split()), file=sys.stderr)
     return error.exit_code
 
@@ -76,11 +74,11 @@ def _parser() -> Parser:
     one = command("status", "whether a run is alive, how it ended, and how to continue it")
     one.add_argument("run", metavar="RUN", help=run)
     one.add_argument("--json", action="store_true", help=json)
-    one = command("verify", "read every byte of each checkpoint; exit code 65 where a candidate is damaged")
+    one = command("verify", "read every byte of each checkpoint; exit code 65 if a candidate is damaged")
     one.add_argument("run", nargs="?", metavar="RUN|FILE", help="one run or one file; without it every run")
-    one = command("rollback", "let the next start go on from an earlier checkpoint; later ones are moved aside")
+    one = command("rollback", "let the next start resume from an earlier checkpoint; later ones move to a subfolder")
     one.add_argument("run", metavar="RUN", help=run)
-    one.add_argument("--before-step", type=_count, metavar="N", required=True, help="go on from fewer than N steps")
+    one.add_argument("--before-step", type=_count, metavar="N", required=True, help="resume from fewer than N steps")
     one = command("export", "the weights alone, under the names of the plain network; the newest unless chosen")
     one.add_argument("run", metavar="RUN|FILE", help=f"{run}, or a checkpoint file")
     one.add_argument("out", type=Path, metavar="OUT", help="a name that ends in .safetensors or .pt")
@@ -88,9 +86,9 @@ def _parser() -> Parser:
     which.add_argument("--step", type=_count, metavar="N", help="the checkpoint of N steps")
     which.add_argument("--best", action="store_true", help="the best by the run's metric")
     one.add_argument("--prefix", help="only what is under it, without it; '' keeps every name")
-    one.add_argument("--trained", action="store_true", help="the optimizer's weights, also where their average is kept")
+    one.add_argument("--trained", action="store_true", help="the optimizer's weights, also if their average is kept")
     one.add_argument("--force", action="store_true", help="replace OUT")
-    one = command("diff", "whether two runs or two checkpoints are the same to the last bit; exit code 1 where not")
+    one = command("diff", "whether two runs or two checkpoints are the same to the last bit; exit code 1 if not")
     one.add_argument("first", metavar="A", help="run or checkpoint file")
     one.add_argument("second", metavar="B", help="run or checkpoint file")
     return parser
@@ -103,68 +101,36 @@ def _count(text: str) -> int:
 
 
 def _run(chosen: argparse.Namespace) -> int:
-    if chosen.command == "list" and chosen.run is None:
-        if chosen.before_step is not None:
-            raise UserError("--before-step is about the checkpoints of one run: give a RUN as well")
-        list_runs(run_root(written=False)[0], chosen.json)
-    elif chosen.command == "list":
-        list_checkpoints(run_folder(chosen.run), chosen.before_step, chosen.json)
-    elif chosen.command == "status":
-        show(run_folder(chosen.run), chosen.json)
-    elif chosen.command == "verify":
-        return _verify(chosen.run)
-    elif chosen.command == "rollback":
-        roll_back(run_folder(chosen.run), chosen.before_step)
-    elif chosen.command == "export":
-        source = run_or_file(chosen.run)
-        export(Wish(source, chosen.out, chosen.step, chosen.best, chosen.prefix, chosen.force, chosen.trained))
-    else:
-        return _diff(run_or_file(chosen.first), run_or_file(chosen.second))
+    match chosen.command:
+        case "list" if chosen.run is not None:
+            list_checkpoints(run_folder(chosen.run), chosen.before_step, chosen.json)
+        case "list":
+            if chosen.before_step is not None:
+                raise UserError("--before-step is about the checkpoints of one run: give a RUN as well")
+            list_runs(run_root(written=False)[0], chosen.json)
+        case "status":
+            show(run_folder(chosen.run), chosen.json)
+        case "verify":
+            return verify(run_or_file(chosen.run)) if chosen.run else _verify_all()
+        case "rollback":
+            roll_back(run_folder(chosen.run), chosen.before_step)
+        case "export":
+            options = {name: getattr(chosen, name) for name in ("step", "best", "prefix", "force", "trained")}
+            export(run_or_file(chosen.run), chosen.out, **options)
+        case "diff":
+            return DIFFERENT if diff(run_or_file(chosen.first), run_or_file(chosen.second)) else 0
     return 0
 
 
-def _verify(text: str | None) -> int:
-    if text is None:
-        code = 0
-        for run in newest_first(run_root(written=False)[0]):
-            try:
-                code = max(code, verify_run(run))
-            except OSError as error:
-                code = max(code, _complain(FileError(error)))
-            except UserError as error:  # one run without a whole checkpoint does not hide the others
-                code = max(code, _complain(error))
-        return code
-    path = run_or_file(text)
-    return verify_file(path) if path.is_file() else verify_run(path)
-
-
-def _diff(first: Path, second: Path) -> int:
-    found = list(differences(*_comparable(first, second)))
-    if not found:
-        print("identical")
-        return 0
-    print("\n".join(found[:SHOWN]))
-    if len(found) > SHOWN:
-        print(f"… and {len(found) - SHOWN} more")
-    return DIFFERENT
-
-
-def _comparable(first: Path, second: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two runs with their logged rows; where one is a file, states alone."""
-    if first.is_dir() and second.is_dir():
-        return outcome(first), outcome(second)
-    return states(_file(first)), states(_file(second))
-
-
-def _file(path: Path) -> Path:
-    if path.is_dir():
-        found, _ = restart_from(path)
-        if found is None:
-            raise UserError(f"{path} has no checkpoint yet, so there is nothing to compare")
-        return found[0]
-    if reason := fault(path):
-        raise UserError(f"{path} is no whole checkpoint ({reason}): give another")
-    return path
+def _verify_all() -> int:
+    """Verify every run; one without a whole checkpoint hides no other."""
+    code = 0
+    for run in newest_first(run_root(written=False)[0]):
+        try:
+            code = max(code, verify(run))
+        except (UserError, OSError) as error:
+            code = max(code, _complain(error))
+    return code
 
 
 if __name__ == "__main__":

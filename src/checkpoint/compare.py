@@ -1,4 +1,4 @@
-"""Whether two runs came to the same, to the last bit, and where they do not."""
+"""`diff`: whether two runs came to the same, to the last bit, and where they did not."""
 
 import csv
 from collections.abc import Iterator
@@ -6,49 +6,73 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from src.checkpoint.choose import newest
 from src.checkpoint.contents import average_in
+from src.checkpoint.files import fault
 from src.checkpoint.shards import load
 from src.errors import UserError
 
 STATES = ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step", "epoch")
+SHOWN = 40  # lines on what differs
+
+
+def diff(first: Path, second: Path) -> bool:
+    """Print where two runs, or two checkpoint files, differ; return whether they do.
+
+    Logged rows and what each rank alone knows count between two runs; if one is a file, only its states.
+    """
+    if first.is_dir() and second.is_dir():
+        lines = list(differences(outcome(first), outcome(second)))
+    else:
+        lines = list(differences(states(_file(first)), states(_file(second))))
+    print("\n".join(lines[:SHOWN]) or "identical")
+    if len(lines) > SHOWN:
+        print(f"… and {len(lines) - SHOWN} more")
+    return bool(lines)
+
+
+def _file(path: Path) -> Path:
+    if path.is_dir():
+        return _newest(path)
+    if reason := fault(path):
+        raise UserError(f"{path} is no whole checkpoint ({reason}): give another")
+    return path
+
+
+def _newest(run: Path) -> Path:
+    chosen = newest(run / "checkpoints")
+    if chosen is None:
+        raise UserError(f"{run} has no checkpoint yet, so there is nothing to compare")
+    return chosen[0]
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What a run has come to: its newest checkpoint's states, also what each rank alone knows, and its logged rows.
-
-    What comes from the clock is left out.
-
-    Raises:
-        UserError: it has no checkpoint yet.
-
-    """
-    found = newest(run / "checkpoints")
-    if found is None:
-        raise UserError(f"{run} has no checkpoint yet, so there is nothing to compare")
+    """Return the states in a run's newest checkpoint, each rank's too, and its logged rows without timings."""
     rows, path = [], run / "metrics.csv"
     if path.exists():
         with path.open(newline="", errors="replace") as file:
             rows = [
                 {key: text for key, text in row.items() if not key.startswith("perf/")} for row in csv.DictReader(file)
             ]
-    content = load(found[0])
+    checkpoint = _newest(run)
+    content = load(checkpoint)
     ranks = content.get("callbacks", {}).get("SaveNewest", {}).get("ranks")
     data = content.get("loops", {}).get("fit_loop", {}).get("state_dict")
-    return states(found[0]) | {"data": data, "ranks": ranks, "metrics.csv": rows}
+    return states(checkpoint) | {"data": data, "ranks": ranks, "metrics.csv": rows}
 
 
 def states(path: Path) -> dict[str, Any]:
-    """What a checkpoint file brings back of a training, on the CPU."""
+    """Return what a checkpoint file restores of a training, on the CPU."""
     checkpoint = load(path)
     average = average_in(checkpoint)
     return {key: checkpoint[key] for key in STATES if key in checkpoint} | ({"average": average} if average else {})
 
 
 def differences(left: Any, right: Any, name: str = "") -> Iterator[str]:
-    """One line for each part that is not the same; nothing where all is."""
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+    """Yield one line for each value that differs."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.shape != right.shape or left.dtype != right.dtype:
             yield f"{name}: {tuple(left.shape)} {left.dtype}, {tuple(right.shape)} {right.dtype}"
         elif not torch.equal(left, right):

@@ -4,26 +4,26 @@ import time
 from collections.abc import Sequence
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
-    """Columns as wide as their widest cell; those in `right` are aligned there."""
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return rows as lines with aligned columns; the columns in `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
             cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def number(value: int | None) -> str:
-    """A count, or '-' where it is not known."""
+    """Return a count as text, '-' if it is not known."""
     return "-" if value is None else str(value)
 
 
 def size(count: float) -> str:
-    """Bytes for people, in powers of 1024."""
+    """Return bytes as text, in powers of 1024."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -32,12 +32,12 @@ def size(count: float) -> str:
 
 
 def age(moment: float | None) -> str:
-    """How long ago; '-' where there is no such moment."""
+    """Return how long ago a moment was, '-' if there is none."""
     return "-" if moment is None else duration(time.time() - moment)
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people; what lies in the future is 0 s ago."""
+    """Return seconds as text; a negative number, of a moment in the future, counts as 0."""
     seconds = max(0, int(seconds))
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -46,6 +46,6 @@ def duration(seconds: float) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """One line of at most `limit` characters."""
+    """Return text as one line of at most `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -136,13 +136,13 @@ def test_a_truncated_file_is_listed_last_with_the_reason(run_root: Path, capsys:
 def test_verify_reads_every_byte(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """4 KB of zeros, which `list` does not see, are found: exit code 65, and a restart takes the one before."""
     run = a_run(run_root, "mine", 9, 100)
-    assert "a restart goes on from step 100" in said(capsys, "verify", "mine")
+    assert "a restart resumes from step 100" in said(capsys, "verify", "mine")
     bad = zeroed(run / "checkpoints/step=00000100.ckpt")
     assert "damaged" not in said(capsys, "list", "mine")
     out = said(capsys, "verify", "mine", code=65)
     assert "mine/checkpoints/step=00000009.ckpt  ok\n" in out
     assert "mine/checkpoints/step=00000100.ckpt  damaged: the checksum of" in out
-    assert out.endswith("a restart goes on from step 9, step=00000009.ckpt\n")
+    assert out.endswith("a restart resumes from step 9, step=00000009.ckpt\n")
     assert "damaged: the checksum of" in said(capsys, "verify", str(bad), code=65)
     assert "ok" in said(capsys, "verify", str(run / "checkpoints/step=00000009.ckpt"))
     assert bad.exists()
@@ -166,7 +166,7 @@ def test_without_a_whole_one_verify_says_what_a_restart_would(
     assert main(["verify", "bad"]) == 65
     assert capsys.readouterr().err.startswith("error: none of the 1 checkpoints in")
     assert main(["verify"]) == 65
-    assert "good: a restart goes on from step 5" in capsys.readouterr().out
+    assert "good: a restart resumes from step 5" in capsys.readouterr().out
 
 
 def test_bad_input_is_one_line(run_root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.checkpoint.__main__ import SHOWN
-from src.checkpoint.compare import differences, outcome
+from src.checkpoint.compare import SHOWN, differences, outcome
 from src.checkpoint.contents import AVERAGE
 from tests.checkpoints import a_run, refused, said, saved, truncated
 

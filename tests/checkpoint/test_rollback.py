@@ -23,7 +23,7 @@ def test_later_checkpoints_are_moved_aside(run_root: Path, capsys: pytest.Captur
     (run / "DONE").touch()
     count = len(list(run.rglob("*.ckpt")))
     out = said(capsys, "rollback", "mine", "--before-step", "188")
-    assert "goes on from step 187, step=00000187.ckpt" in out
+    assert "resumes from step 187, step=00000187.ckpt" in out
     assert "continue with: python -m src.cli fit --run mine" in out
     folder = run / "checkpoints"
     assert sorted(path.name for path in folder.glob("*.ckpt")) == ["step=00000186.ckpt", "step=00000187.ckpt"]
@@ -119,4 +119,6 @@ def test_what_a_best_state_means_for_exactness_is_said(run_root: Path, capsys: p
     """Only a validation in the middle of a step finds a best that no run goes on from exactly: the note says when."""
     run = a_run(run_root, "mine", 9)
     saved(run / "checkpoints/best-step=00000005.ckpt", 5, 0.1)
-    assert "note: where a validation in the middle of a step" in said(capsys, "rollback", "mine", "--before-step", "9")
+    assert "note: if the best was found in the middle of a step" in said(
+        capsys, "rollback", "mine", "--before-step", "9"
+    )
