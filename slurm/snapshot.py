@@ -16,7 +16,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from slurm.errors import LaunchError
@@ -28,26 +28,25 @@ OUTSIDE = ".included"  # where files from outside of the project travel
 CODE = re.compile(r"(\.(pyi?|pyx|ya?ml|toml|json|cfg|ini|sh|c|cc|cpp|cxx|h|hpp|cu|cuh)|/)\Z")  # "/": a repository
 # Inside a git hook, GIT_DIR and others name that hook's repository; these only say how to find and trust one.
 KEPT = ("GIT_CONFIG_", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM", "GIT_EXEC_PATH")
+# Whatever the user's configuration makes of diffs; --no-relative: the patch is for the repository's top folder.
+PATCH = (
+    *("diff", "--no-relative", "--src-prefix=a/", "--dst-prefix=b/", "--binary", "--unified=3", "--no-renames"),
+    *("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=untracked", "--submodule=diff"),
+)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
     """What a snapshot holds. Names are relative to the project; `shown` makes one printable."""
 
     root: Path  # the project's folder
-    prefix: str  # its name in the repository, "" or "projects/mine/"
     commit: str  # full hash of HEAD
-    files: dict[str, Path] = field(default_factory=dict)  # path in the snapshot -> file to read; sorted
-    links: dict[str, str] = field(default_factory=dict)  # those that are links -> target; absolute: out of the snapshot
-    edits: dict[str, list[str]] = field(default_factory=dict)  # "" or a submodule's "lib/x/" -> files that differ
-    left_out: list[str] = field(default_factory=list)  # untracked, not ignored; a repository of its own ends in "/"
-    warnings: list[str] = field(default_factory=list)  # one line each
-    digest: str = ""  # the snapshot's name
-
-    @property
-    def changed(self) -> list[str]:
-        """The files with uncommitted edits, deleted ones too, and submodules at another commit."""
-        return sorted(place + name for place, names in self.edits.items() for name in names)
+    files: dict[str, Path]  # name in the snapshot -> file to read; sorted
+    links: dict[str, str]  # those that are links -> target; absolute: out of the snapshot
+    changed: list[str]  # files with uncommitted edits, deleted ones too, and submodules that differ
+    left_out: list[str]  # untracked, not ignored; a repository of its own ends in "/"
+    warnings: list[str]  # one line each
+    digest: str  # the snapshot's name
 
 
 def plan(root: Path, include: Sequence[Path] = ()) -> Plan:
@@ -61,40 +60,38 @@ def plan(root: Path, include: Sequence[Path] = ()) -> Plan:
     prefix, commit = os.fsdecode(facts + b"\n").split("\n")[:2]
     if not commit:
         raise _impossible(root, "its git repository has no commit yet; git commit")
-    plan = Plan(root, prefix, commit)
-    _list(plan, "", prefix)
-    if not plan.files:
+    tracked = _names(git(root, "ls-files", "--recurse-submodules", "-z"))
+    if not tracked:
         raise _impossible(root, "git tracks no file in it; git add and commit them")
-    if (root / IGNORE).exists():
-        _drop_ignored(plan)
-    odd = [name for name, path in plan.files.items() if not (path.is_symlink() or path.is_file())]
-    for name in odd:
-        del plan.files[name]
+    # `git diff` would say the same of edits, and write git's index.
+    options = ("--porcelain", "-z", "--no-renames", "--untracked-files=all", "--ignore-submodules=untracked")
+    status = [(line[:2], line[3:].removeprefix(prefix)) for line in _names(git(root, "status", *options, "--", "."))]
+    untracked = [name for state, name in status if state == "??"]
+    changed = [name for state, name in status if state != "??"]
+    ignored = _ignored(root, [*tracked, *untracked, *changed])
+    files = {name: root / name for name in tracked if name not in ignored and os.path.lexists(root / name)}
+    odd = [name for name, path in files.items() if not (path.is_symlink() or path.is_file())]
+    files = {name: path for name, path in files.items() if name not in odd}
     notes = _about(odd, "neither a file nor a submodule that is checked out (git submodule update --init)")
     try:
         for path in dict.fromkeys(include):
-            _include(plan, path, notes)
-        plan.files = dict(sorted(plan.files.items()))
-        present = {*plan.files, *(str(folder) for name in plan.files for folder in PurePath(name).parents)}
-        for name, path in plan.files.items():
-            if path.is_symlink():
-                target = os.path.normpath(path.parent / os.readlink(path))
-                inside = os.path.relpath(target, root)
-                plan.links[name] = os.path.relpath(inside, Path(name).parent) if inside in present else target
-        plan.digest = _digest(plan.commit, plan.files, plan.links)
+            files = _with_included(files, root, path, notes)
+        files = dict(sorted(files.items()))
+        present = {*files, *(str(folder) for name in files for folder in PurePath(name).parents)}
+        links = _links(root, files, present)
+        digest = _digest(commit, files, links)
     except OSError as error:
         raise LaunchError(f"{shown(str(error.filename))}: cannot be read: {error.strerror}") from None
-    if reserved := [name for name in plan.files if name.startswith(f"{RECORDS}/")]:
-        raise LaunchError(f"{shown(reserved[0])}: {RECORDS} is for the snapshot's own records; rename that folder")
-    plan.left_out = sorted(name for name in plan.left_out if name.rstrip("/") not in present)
-    code = [name for name in plan.left_out if CODE.search(name)]
-    outside = [name for name, target in plan.links.items() if os.path.isabs(target)]
-    plan.warnings = [
+    left_out = [name for name in untracked if name.rstrip("/") not in present and name not in ignored]
+    code = [name for name in left_out if CODE.search(name)]
+    outside = [name for name, target in links.items() if os.path.isabs(target)]
+    warnings = [
         *_about(code, "not tracked by git (git add or --include takes it)"),
         *notes,
         *_about(outside, "leads out of the snapshot; the job sees what is there when it runs", ""),
     ]
-    return plan
+    changed = [name for name in changed if name not in ignored]
+    return Plan(root, commit, files, links, changed, left_out, warnings, digest)
 
 
 def take(plan: Plan, store: Path, trust: bool = False) -> Path:
@@ -130,62 +127,46 @@ def _about(names: Sequence[str], what: str, fate: str = "; stays behind") -> lis
     return [f"{shown(names[0])}{more}: {what}{fate}"] if names else []
 
 
-def _list(plan: Plan, place: str, prefix: str) -> None:
-    """Add the files of the repository at `place`, in whose status names begin with `prefix`, and of its submodules."""
-    folder = plan.root / place
-    tracked = dict.fromkeys(_names(git(folder, "ls-files", "-z")))  # in a merge conflict a file stands several times
-    edits = plan.edits[place] = []
-    options = ("--porcelain", "-z", "--no-renames", "--untracked-files=all", "--ignore-submodules=dirty")
-    for record in _names(git(folder, "status", *options, "--", ".")):
-        state, name = record[:2], record[3:].removeprefix(prefix)
-        if state == "??":
-            plan.left_out.append(place + name)
-            continue
-        edits.append(name)
-        if state[1] == "D" and state != "UD":  # what is there under its name lies behind a link in a folder's place
-            tracked.pop(name, None)
-    for name in tracked:
-        if (folder / name / ".git").exists() and not (folder / name).is_symlink():
-            _list(plan, f"{place}{name}/", "")
-        elif os.path.lexists(folder / name):
-            plan.files[place + name] = folder / name
-
-
-def _drop_ignored(plan: Plan) -> None:
-    """Take what .launchignore matches out of all lists."""
-    text = b"\0".join(b"./" + os.fsencode(name) for name in (*plan.files, *plan.left_out, *plan.changed))
-    command = ("-c", f"core.excludesFile={plan.root / IGNORE}", "check-ignore", "--no-index", "--stdin", "-z", "-v")
-    # The .gitignore files of the project's repository would come first; an empty one has none.
+def _ignored(root: Path, names: Sequence[str]) -> set[str]:
+    """Return the names that .launchignore matches."""
+    if not (root / IGNORE).exists():
+        return set()
+    # In the project's own repository its .gitignore files would come first; an empty one has none.
     with tempfile.TemporaryDirectory() as empty:
         git(Path(empty), "init", "--quiet", "--template=")
-        fields = iter(_names(git(Path(empty), *command, fine=(0, 1), text=text)))
-    answers = zip(fields, fields, fields, fields, strict=True)  # file, line, pattern, name
-    out = {name.removeprefix("./") for _, _, pattern, name in answers if not pattern.startswith("!")}
-    plan.files = {name: path for name, path in plan.files.items() if name not in out}
-    plan.left_out = [name for name in plan.left_out if name not in out]
-    plan.edits = {place: [name for name in names if place + name not in out] for place, names in plan.edits.items()}
+        command = ("-c", f"core.excludesFile={root / IGNORE}", "check-ignore", "--no-index", "--stdin", "-z")
+        text = b"\0".join(b"./" + os.fsencode(name) for name in names)  # `:(x` is a name, and no pathspec
+        return {name.removeprefix("./") for name in _names(git(Path(empty), *command, fine=(0, 1), text=text))}
 
 
-def _include(plan: Plan, path: Path, notes: list[str]) -> None:
-    """Add the files that `path`, a file or a folder, shows; note what cannot travel."""
+def _links(root: Path, files: Mapping[str, Path], present: set[str]) -> dict[str, str]:
+    """Return the targets of links: relative to a copy in the snapshot, absolute to anything else."""
+    links = {}
+    for name, path in files.items():
+        if path.is_symlink():
+            target = os.path.normpath(path.parent / os.readlink(path))
+            inside = os.path.relpath(target, root)
+            links[name] = os.path.relpath(inside, Path(name).parent) if inside in present else target
+    return links
+
+
+def _with_included(files: Mapping[str, Path], root: Path, path: Path, notes: list[str]) -> dict[str, Path]:
+    """Return the files with those that `path`, a file or a folder, shows; note what cannot travel."""
     asked = f"--include {shown(str(path))}"
-    given = Path(os.path.abspath(plan.root / path))
+    given = Path(os.path.abspath(root / path))
     real = given.resolve()
-    if plan.root.is_relative_to(real):
+    if root.is_relative_to(real):
         raise LaunchError(f"{asked}: holds the whole project; name files or folders in it")
-    inside = (str(place.relative_to(plan.root)) for place in (given, real) if place.is_relative_to(plan.root))
+    inside = (str(place.relative_to(root)) for place in (given, real) if place.is_relative_to(root))
     name = next(inside, f"{OUTSIDE}/{given.name}")
-    if behind := [str(parent) for parent in PurePath(name).parents if str(parent) in plan.files]:
-        raise LaunchError(f"{asked}: lies behind the link {shown(behind[0])}; include that")
-    found = dict(_walk(name, given, (), notes))
-    if not found:
-        raise LaunchError(f"{asked}: there is no such file in {plan.root}, or no file in that folder")
-    before = [other for other in plan.files if f"{other}/".startswith(f"{name}/")]
+    included = dict(_walk(name, given, (), notes))
+    if not included:
+        raise LaunchError(f"{asked}: there is no such file in {root}, or no file in that folder")
+    before = [other for other in files if f"{other}/".startswith(f"{name}/")]
     if before and name.startswith(f"{OUTSIDE}/"):
         raise LaunchError(f"{asked}: the name {shown(name)} is taken by another file")
-    for other in before:  # a tracked link gives way to what it shows
-        del plan.files[other]
-    plan.files.update(found)
+    # A tracked link gives way to what it shows.
+    return {other: path for other, path in files.items() if other not in before} | included
 
 
 def _walk(name: str, path: Path, above: tuple[Path, ...], notes: list[str]) -> Iterator[tuple[str, Path]]:
@@ -251,7 +232,7 @@ def _fill(plan: Plan, folder: Path) -> None:
     (records / "commit").write_text(f"{plan.commit}\n")
     (records / "left_out.txt").write_text("".join(f"{shown(name)}\n" for name in plan.left_out), encoding="utf-8")
     # The patch comes first: an edit before it is in the copies too, and one after it is seen by comparing these.
-    (records / "dirty.patch").write_bytes(b"".join(_patch(plan, place) for place, names in plan.edits.items() if names))
+    (records / "dirty.patch").write_bytes(git(plan.root, *PATCH, plan.commit, "--", "."))
     for name, source in plan.files.items():
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -261,16 +242,6 @@ def _fill(plan: Plan, folder: Path) -> None:
             # Times are not copied: a file system that purges old files would take these first.
             shutil.copyfile(source, copy)
             copy.chmod(0o755 if source.stat().st_mode & stat.S_IXUSR else 0o644)
-
-
-def _patch(plan: Plan, place: str) -> bytes:
-    """Return the edits of one repository, a submodule's against its own commit, to apply in the outermost one's top."""
-    prefixes = (f"--src-prefix=a/{plan.prefix}{place}", f"--dst-prefix=b/{plan.prefix}{place}", "--relative")
-    style = ("--binary", "--unified=3", "--no-ext-diff", "--no-textconv", "--no-color")
-    submodules = ("--submodule=short", "--ignore-submodules=dirty")  # their edits have a part of their own
-    against = "HEAD" if place else plan.commit
-    command = ("--literal-pathspecs", "diff", *prefixes, *style, *submodules, against, "--", *plan.edits[place])
-    return git(plan.root / place, *command)
 
 
 def _names(output: bytes) -> list[str]:
