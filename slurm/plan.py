@@ -42,12 +42,7 @@ class Submission:
 
 
 def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequence[str]) -> Submission:
-    """Read what has to be read and decide; writes nothing.
-
-    Raises:
-        LaunchError: what was asked for cannot be, in one line.
-
-    """
+    """Read what has to be read and decide; write nothing."""
     cluster = _cluster(options)
     overrides, name, warnings = take_run(overrides, options.name)
     refuse_config(overrides)
@@ -64,39 +59,13 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
     warnings += [*cluster.warnings, *notes, *_doubts(training, cluster, run_root)]
     warnings += [] if options.trust_run_root else group_warning(run_root)
     points = _points(options, run_root, name)
+    _refuse_batches(training, shapes, points)
     plan = None if options.no_snapshot or options.code else _snapshot(options, configs, warnings)
     code = options.code or (run_root / ".snapshots" / plan.digest if plan else ROOT)
-    race_name = uuid.uuid4().hex[:8] if options.race else ""
-    first = Job(
-        cluster=cluster,
-        shape=shapes[0],
-        time=_time(options.time) or cluster.time,
-        name=name,
-        folder=run_root / name / "slurm",
-        run_root=run_root,
-        code=code,
-        commands=[],
-        runs=[point.run for point in points] or [name],
-        parallel=options.parallel,
-        race=race_name,
-        **_restarts(options, _time(options.time) or cluster.time, training.subcommand),
-    )
-    names = [_inside(config, plan, code) for config in configs]
-    variants = [(point.run, point.overrides) for point in points] or [(name, [])]
-    jobs = [
-        dataclasses.replace(
-            first,
-            shape=shape,
-            commands=[_command(training, cluster, shape, names, run, more) for run, more in variants],
-            token=race.token(race_name or uuid.uuid4().hex[:8], index),
-        )
-        for index, shape in enumerate(shapes)
-    ]
-    for point in points:  # a batch that cannot be spread over the GPUs must not wait in the queue
-        of_point = dataclasses.replace(training, settings={**training.settings, **dict(point.settings)})
-        for shape in shapes:
-            batch_text(of_point, shape.world_size)
-    finished = [run for run in first.runs if jobs[0].trains and (run_root / run / "DONE").exists()]
+    inside = [_inside(config, plan, code) for config in configs]
+    jobs = _jobs(options, cluster, training, shapes, points, inside, run_root / name, code)
+    runs = jobs[0].runs
+    finished = [run for run in runs if jobs[0].trains and (run_root / run / "DONE").exists()]
     warnings += [f"run {run} is finished and will not be trained again" for run in finished if points]
     return Submission(
         name=name,
@@ -105,14 +74,56 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
         points=tuple(points),
         summary=tuple(summary(jobs, training, plan, len(points))),
         warnings=tuple(warnings),
-        finished=len(finished) == len(first.runs),
+        finished=len(finished) == len(runs),
         trust=options.trust_run_root,
         argv=tuple(argv),
     )
 
 
+def _jobs(
+    options: argparse.Namespace,
+    cluster: Cluster,
+    training: Training,
+    shapes: Sequence[Shape],
+    points: Sequence[grid.Point],
+    configs: Sequence[str],
+    run: Path,
+    code: Path,
+) -> list[Job]:
+    """Return the job of each shape; more than one are a race for the same run."""
+    time = _time(options.time) or cluster.time
+    race_name = uuid.uuid4().hex[:8] if options.race else ""
+    variants = [(point.run, point.overrides) for point in points] or [(run.name, [])]
+    return [
+        Job(
+            cluster=cluster,
+            shape=shape,
+            time=time,
+            name=run.name,
+            folder=run / "slurm",
+            run_root=run.parent,
+            code=code,
+            commands=[_command(training, cluster, shape, configs, name, more) for name, more in variants],
+            runs=[name for name, _ in variants],
+            parallel=options.parallel,
+            token=race.token(race_name or uuid.uuid4().hex[:8], index),
+            race=race_name,
+            **_restarts(options, time, training.subcommand),
+        )
+        for index, shape in enumerate(shapes)
+    ]
+
+
+def _refuse_batches(training: Training, shapes: Sequence[Shape], points: Sequence[grid.Point]) -> None:
+    """Refuse a point whose batch cannot be spread over the GPUs: it must not wait in the queue."""
+    for point in points:
+        of_point = dataclasses.replace(training, settings={**training.settings, **dict(point.settings)})
+        for shape in shapes:
+            batch_text(of_point, shape.world_size)
+
+
 def _doubts(training: Training, cluster: Cluster, run_root: Path) -> list[str]:
-    """Warnings of what can be submitted and may not be meant."""
+    """Return warnings about what can be submitted and may not be meant."""
     from src.vanishing import vanishes
 
     found = [*_relative_paths(training), *_accelerator(training, cluster), *_precision(training, cluster)]
@@ -122,7 +133,7 @@ def _doubts(training: Training, cluster: Cluster, run_root: Path) -> list[str]:
 
 
 def _points(options: argparse.Namespace, run_root: Path, name: str) -> list[grid.Point]:
-    """The combinations of --grid; of those that jobs.py resume has chosen."""
+    """Return the combinations of --grid; of these, those that jobs.py resume has chosen."""
     points = grid.points(options.grid, name) if options.grid else []
     refuse_secrets([part for point in points for part in point.overrides])
     refuse_other_points(run_root, points)
@@ -147,9 +158,9 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
 
 def _config(file: str, code: Path | None) -> str:
-    """A configuration file as a path that is there: below the current folder, else below the project.
+    """Return a configuration file's path: below the current folder, else below the project.
 
-    Of a snapshot that is there already it is the copy, as it was at that time.
+    With the `code` of an earlier submission, that of the copy in it.
     """
     places = [Path(file).resolve(), (ROOT / file).resolve()]
     if code and code != ROOT:
@@ -162,7 +173,7 @@ def _config(file: str, code: Path | None) -> str:
 
 
 def _inside(config: str, plan: snapshot.Plan | None, code: Path) -> str:
-    """A configuration file's name for the job, which runs in `code`."""
+    """Return a configuration file's name for the job, which runs in `code`."""
     if plan:
         return next((name for name, path in plan.files.items() if path == Path(config)), config)
     return str(Path(config).relative_to(code)) if Path(config).is_relative_to(code) else config
@@ -176,7 +187,7 @@ def _time(text: str | None, option: str = "--time") -> datetime.timedelta | None
 
 
 def find_run_root(cluster: Cluster) -> Path:
-    """`$RUN_ROOT`, else runs/<project> on the cluster's scratch, else ./runs of the project; absolute."""
+    """Return `$RUN_ROOT`, else runs/<project> on the cluster's scratch, else ./runs of the project; absolute."""
     if given := os.environ.get("RUN_ROOT"):
         place = os.path.expanduser(given)
         if place.startswith("~"):
@@ -194,7 +205,7 @@ def find_run_root(cluster: Cluster) -> Path:
 
 
 def new_name(experiment: str) -> str:
-    """A run's name that no other submission gets, also not one of the same second."""
+    """Return a run's name that no other submission gets, not even one of the same second."""
     readable = re.sub(r"[^\w.+=@-]+", "-", experiment)[:60].strip("-._") or "run"
     return f"{readable}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:4]}"
 
@@ -222,7 +233,7 @@ def _shapes(options: argparse.Namespace, training: Training, cluster: Cluster) -
 
 
 def _relative_paths(training: Training) -> list[str]:
-    """Warnings of values that are paths here and mean another place in a job."""
+    """Return warnings about values that are paths here and mean another place in a job."""
     values = [part.partition("=")[2] if part.startswith("--") else part for part in training.overrides]
     paths = [value for value in values if "/" in value and not value.startswith("/") and Path(value).exists()]
     return [
@@ -240,7 +251,7 @@ def _accelerator(training: Training, cluster: Cluster) -> list[str]:
 
 
 def _precision(training: Training, cluster: Cluster) -> list[str]:
-    """bf16 on a card without units for it runs, by emulation, many times slower (PyTorch says that it is supported)."""
+    """Warn of bf16 on a card without units for it: by emulation it runs many times slower."""
     asked, card = str(training.settings.get("trainer.precision")), cluster.gpus.get(cluster.gpu or "")
     if card is None or card.capability >= (8, 0) or not asked.startswith("bf16"):
         return []
@@ -248,7 +259,7 @@ def _precision(training: Training, cluster: Cluster) -> list[str]:
 
 
 def _restarts(options: argparse.Namespace, limit: datetime.timedelta, subcommand: str) -> dict[str, Any]:
-    """How often the job goes on by itself. With a total time that has to suffice for it, and 20 interruptions more."""
+    """Return how often the job restarts by itself: with a total time, often enough for it and 20 interruptions more."""
     total = _time(options.total_time, "--total-time")
     names = ("total_time", "max_restarts", "max_crash_retries")
     asked = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
@@ -268,12 +279,12 @@ def _restarts(options: argparse.Namespace, limit: datetime.timedelta, subcommand
 
 
 def _snapshot(options: argparse.Namespace, configs: Sequence[str], warnings: list[str]) -> snapshot.Plan | None:
-    """The code that travels, with the configuration files, tracked or not."""
+    """Return the code that travels, with the configuration files, tracked or not."""
     include = [Path(path).absolute() if Path(path).exists() else ROOT / path for path in options.include]
     try:
         plan = snapshot.plan(ROOT, include)
-        there = set(plan.files.values())
-        if more := [Path(config) for config in configs if Path(config) not in there and Path(config).is_file()]:
+        taken = set(plan.files.values())
+        if more := [Path(config) for config in configs if Path(config) not in taken and Path(config).is_file()]:
             plan = snapshot.plan(ROOT, [*include, *more])
     except LaunchError as error:
         if not options.dry_run:
@@ -292,7 +303,7 @@ def _command(
     run: str,
     more: Sequence[str],
 ) -> list[str]:
-    """Arguments of `python -m src.cli`. Nodes and devices stand last, so that they are what Slurm was asked for."""
+    """Return the arguments of `python -m src.cli`. Nodes and devices stand last: they are what Slurm was asked for."""
     files = [part for file in configs for part in ("--config", file)]
     counts = {"trainer.num_nodes": shape.nodes, "trainer.devices": shape.gpus_per_node}
     fixed = [part for name, count in counts.items() for part in (f"--{name}", str(count))]

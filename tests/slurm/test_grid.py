@@ -21,6 +21,7 @@ def read(text: str) -> list[str]:
         ("a='x, y',z", ["a=x, y", "a=z"]),
         ('a="it\'s",b', ["a=it's", "a=b"]),
         ("a=b=c,d", ["a=b=c", "a=d"]),
+        ("a=007,1e-3,2:59:00,true b.c=0.10", [f"a={value} b.c=0.10" for value in ("007", "1e-3", "2:59:00", "true")]),
     ],
 )
 def test_commas_in_brackets_and_quotes_separate_nothing(text: str, points: list[str]) -> None:
@@ -31,8 +32,11 @@ def test_commas_in_brackets_and_quotes_separate_nothing(text: str, points: list[
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a=[1,2", "] is missing"),
-        ("a='1,2", "' is missing"),
+        ("a=[1,2", "brackets and quotes in a value are closed again"),
+        ("a='1,2", "brackets and quotes in a value are closed again"),
+        ("a=1],[2", "expected"),
+        ("a=", "expected"),
+        ("", "expected"),
         ("a=1,,2", "expected"),
         ("a", "expected"),
         ("trainer.devices=1,2", "trainer.devices is the same in all runs of a grid"),
