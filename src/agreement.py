@@ -1,4 +1,4 @@
-"""Rank 0 decides, every rank does the same: before training, when there may be no process group yet."""
+"""Let rank 0 decide for all ranks before training, when there may be no process group yet."""
 
 import json
 import os
@@ -17,15 +17,10 @@ DECISION = "LIGHTNING_RUN_DECISION"  # how the processes that Lightning starts l
 
 
 def agree(trainer: Trainer, decide: Callable[[], Run]) -> Run:
-    """The run that `decide` finds or makes on rank 0, on every rank.
+    """Return on every rank the run that `decide` finds or makes on rank 0; an error of rank 0's is raised on all.
 
     Under srun and torchrun all ranks are here already, so the process group starts now and rank 0 tells the others.
     Where Lightning starts the other processes later, they inherit the decision through the environment.
-
-    Raises:
-        AgreedError: on every rank, where rank 0's `decide` raised an error; of one that is no UserError, rank 0 shows
-            where it came from.
-
     """
     strategy: Any = trainer.strategy
     if trainer.world_size == 1:

@@ -1,4 +1,4 @@
-"""What comes before Lightning's parser, and what its complaints mean in one line."""
+"""Prepare the command line for Lightning's parser, and turn the parser's errors into one line."""
 
 import difflib
 import importlib
@@ -28,12 +28,7 @@ NOISE = re.compile(
 
 
 def with_defaults(argv: list[str]) -> list[str]:
-    """The command line with `configs/defaults.yaml` and, where no other model is named, the task's file in front.
-
-    Raises:
-        UserError: no subcommand, a secret, or a --config that is missing, no YAML, or has a value for a group.
-
-    """
+    """Return the command line with `configs/defaults.yaml` and, if no model is named, the task's file in front."""
     if not argv or argv[0] in ("-h", "--help"):
         return argv or ["--help"]
     if argv[0] in ("-c", "--config"):
@@ -59,7 +54,7 @@ def with_defaults(argv: list[str]) -> list[str]:
         task = config.get("task", task)
     for value in _values(argv, ("--task",)):
         if not value:
-            raise UserError(f"--task is empty; {_tasks_there()}")
+            raise UserError(f"--task is empty; {_known_tasks()}")
         task = value
     if names_model and any(_values(argv, ("--task",))):
         raise UserError(f"--task {task} chooses a model and the command names another one: leave one of them out")
@@ -76,12 +71,7 @@ def with_defaults(argv: list[str]) -> list[str]:
 
 
 def _model_of_run(name: str) -> str:
-    """The model and the data of a run's own configuration, as YAML.
-
-    Raises:
-        UserError: there is no such run, or it has none.
-
-    """
+    """Return the model and the data of a run's own configuration, as YAML."""
     from src.run import existing_run, run_root  # with PyTorch, which the launcher goes without
 
     path = existing_run(run_root(written=False)[0], name) / "config.yaml"
@@ -92,39 +82,34 @@ def _model_of_run(name: str) -> str:
 
 
 def project_task() -> str:
-    """The task that project.yaml names.
-
-    Raises:
-        UserError: it names none, or holds a key that nothing reads.
-
-    """
+    """Return the task that project.yaml names."""
     path = CONFIGS.parent / "project.yaml"
     project = read_config(str(path), "project.yaml") if path.exists() else {}
     for key in project.keys() - set(PROJECT_KEYS):
         raise UserError(f"project.yaml: unknown key {key}{_nearest(str(key), PROJECT_KEYS)}")
     task = project.get("task")
     if task in (None, ""):
-        raise UserError(f"no model and no task: --task NAME, or `task:` in project.yaml; {_tasks_there()}")
+        raise UserError(f"no model and no task: --task NAME, or `task:` in project.yaml; {_known_tasks()}")
     if not isinstance(task, str):
-        raise UserError(f"project.yaml: task: got {task!r}, expected a name in quotes; {_tasks_there()}")
+        raise UserError(f"project.yaml: task: got {task!r}, expected a name in quotes; {_known_tasks()}")
     return task
 
 
 def _task_file(task: object) -> Path:
     names = [file.stem for file in (CONFIGS / "tasks").glob("*.yaml")]
     if task not in names:
-        near, there = _nearest(str(task), names), _tasks_there()
-        raise UserError(f"task {task!r} is unknown{near}; {there} (--task NAME, or `task:` in project.yaml)")
+        near, known = _nearest(str(task), names), _known_tasks()
+        raise UserError(f"task {task!r} is unknown{near}; {known} (--task NAME, or `task:` in project.yaml)")
     return CONFIGS / "tasks" / f"{task}.yaml"
 
 
-def _tasks_there() -> str:
+def _known_tasks() -> str:
     names = [file.stem for file in sorted((CONFIGS / "tasks").glob("*.yaml"))]
     return f"configs/tasks has {', '.join(names) or 'none'}"
 
 
 def config_files(argv: list[str]) -> list[str]:
-    """The arguments of --config, in order."""
+    """Return the arguments of --config, in order."""
     return list(_values(argv, ("--config", "-c")))
 
 
@@ -137,17 +122,12 @@ def _values(argv: list[str], options: tuple[str, ...]) -> Iterator[str]:
 
 
 def read_config(path: str, name: str | None = None) -> dict[str, Any]:
-    """A YAML file as a dictionary; `name` is what messages call it, else --config and the path.
-
-    Raises:
-        UserError: missing (with the nearest name), not YAML (with the line), or not a mapping.
-
-    """
+    """Return a YAML file as a dictionary; `name` is what messages call it, else --config and the path."""
     file, name = Path(path), name or f"--config {path}"
     if not file.is_file():
         shown = Path("configs") if Path.cwd() == CONFIGS.parent else CONFIGS
-        there = [str(shown / found.relative_to(CONFIGS)) for found in sorted(CONFIGS.rglob("*.yaml"))]
-        raise UserError(f"{name}: no such file{_nearest(path, there)}")
+        known = [str(shown / file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yaml"))]
+        raise UserError(f"{name}: no such file{_nearest(path, known)}")
     try:
         content = yaml.safe_load(file.read_text())
     except OSError as error:
@@ -164,7 +144,7 @@ def read_config(path: str, name: str | None = None) -> dict[str, Any]:
 
 
 def _refuse_values_for_groups(config: Mapping[str, Any], path: str) -> None:
-    """The parser would take the nothing below a `trainer:` whose lines are all comments, and drop what came before."""
+    """Refuse an empty group, as of a `trainer:` whose lines are all comments: the parser would drop earlier values."""
     for group in GROUPS:
         value = config.get(group, {})
         if not isinstance(value, dict):
@@ -173,7 +153,7 @@ def _refuse_values_for_groups(config: Mapping[str, Any], path: str) -> None:
 
 
 def explain(error: Exception, parser: "ArgumentParser", argv: list[str]) -> str:
-    """One line for a parser's error: the full key, what is wrong, the nearest valid name, the file it stands in."""
+    """Return a parser's error as one line: the full key, what is wrong, the nearest valid name, the file it is in."""
     text = str(error)
     keys = re.findall(r'Parser key "([^"]+)"', text)
     path = ".".join(keys)
@@ -220,23 +200,23 @@ def _keys(parser: "ArgumentParser") -> list[str]:
 
 
 def class_parameters(class_path: str) -> Mapping[str, inspect.Parameter]:
-    """What a class takes, also what it hands on to its parents as **kwargs; {} where it cannot be imported."""
+    """Return a class's parameters, with those it passes to its parents as **kwargs; {} if it cannot be imported."""
     module, _, name = class_path.rpartition(".")
-    found: dict[str, inspect.Parameter] = {}
+    parameters: dict[str, inspect.Parameter] = {}
     try:
         owner = getattr(importlib.import_module(module), name)
         for base in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
             own = inspect.signature(base).parameters
-            found = {**own, **found}
+            parameters = {**own, **parameters}
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
                 break
     except (ImportError, AttributeError, ValueError, TypeError):
         pass
-    return found
+    return parameters
 
 
 def _of_old_lightning(class_path: str) -> bool:
-    """Whether a class derives from the package pytorch_lightning, which lightning installs beside itself."""
+    """Return whether a class derives from the package pytorch_lightning, which lightning installs beside itself."""
     module, _, name = class_path.rpartition(".")
     try:
         parents = getattr(importlib.import_module(module), name).__mro__
@@ -246,17 +226,17 @@ def _of_old_lightning(class_path: str) -> bool:
 
 
 def _nearest(name: str, candidates: Iterable[str]) -> str:
-    """` (did you mean …?)`, comparing last parts first so that a key under the wrong parent is found too."""
+    """Return ` (did you mean …?)`; a key under the wrong parent is found by its last part."""
     candidates = list(candidates)
-    found = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-    if not found:
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    if not near:
         last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(candidates)}
-        found = [last[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], last, n=1, cutoff=0.75)]
-    return f" (did you mean {found[0]}?)" if found else ""
+        near = [last[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], last, n=1, cutoff=0.75)]
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _origin(key: str, argv: list[str]) -> str:
-    """` in <file>` for the last config file that holds the key; "" where it comes from the command line."""
+    """Return `, in <file>` for the last config file that has the key; "" if it comes from the command line."""
     for path in reversed(config_files(argv)):
         node: Any = read_config(path)
         for part in key.split("."):

@@ -92,17 +92,15 @@ def as_user_error(error: Exception) -> UserError | None:
     """Return the line to print for bad input, a file that cannot be used or another model's checkpoint; else None."""
     if isinstance(error, UserError):
         return error
-    if isinstance(error.__cause__, UserError):  # jsonargparse puts a page around what a class's __init__ says
-        return error.__cause__
     if is_refused_setting(error):
         return UserError(str(error))
     if refused := of_a_file(error):
         return refused
     if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
         what = str(error).replace("\n", " ")
-        found = re.search(r"Unsupported global: GLOBAL (\S+)", what)
+        name = re.search(r"Unsupported global: GLOBAL (\S+)", what)
         return UserError(
-            f"the checkpoint holds more than tensors and plain types ({found[1] if found else what[:200]}), and "
+            f"the checkpoint holds more than tensors and plain types ({name[1] if name else what[:200]}), and "
             "loading that could run code: if you trust where it comes from, --weights_only false"
         )
     if "Error(s) in loading state_dict" in str(error):

@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one line on stderr and exit code 2, never a traceback."""
+"""Errors that a user can fix: one line on stderr and exit code 2, never a traceback."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from src import exit_codes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-LATER = (*FULL, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)  # a restart may find it well
+LATER = (*FULL, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)  # may be over at the next start
 
 
 class UserError(Exception):
@@ -17,7 +17,7 @@ class UserError(Exception):
 
 
 class AgreedError(UserError):
-    """A UserError that every rank raises alike; rank 0 says it for all."""
+    """A UserError that every rank raises; rank 0 prints it for all."""
 
     def __init__(self, message: str, exit_code: int = UserError.exit_code) -> None:
         super().__init__(message)
@@ -27,53 +27,50 @@ class AgreedError(UserError):
 class Stopped(Exception):  # noqa: N818 no error
     """Training ends between two steps on purpose, with its state saved. Every rank raises it at the same step.
 
-    Its text is the reason: max_time, or a signal's name.
+    The text is the reason: max_time, or a signal's name.
     """
 
 
 class TrippedError(AgreedError):
-    """Training stopped itself because its metrics say that it is broken.
-
-    Nothing should restart such a run by itself, as a continued run is exact and comes to the same.
-    """
+    """The circuit breaker stopped a run. Nothing should restart it by itself: the restart is exact and trips again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, exit_codes.TRIPPED)
 
 
 class NotSavedError(UserError):
-    """The state that a start ends with cannot be written, as where the disk is full; the one before is still there."""
+    """The final checkpoint could not be written; the previous one is intact."""
 
     exit_code = exit_codes.BUSY
 
 
 class FileError(UserError):
-    """A file of ours cannot be read or written."""
+    """A file of the run or of the project cannot be read or written."""
 
     def __init__(self, error: OSError) -> None:
         where = f"{error.filename}: " if error.filename else ""
-        remedy = "make room and continue" if error.errno in FULL else "mend that and start again"
+        remedy = "make room and continue" if error.errno in FULL else "fix that and start again"
         super().__init__(f"{where}{error.strerror or error}; {remedy}")
         self.exit_code = exit_codes.BUSY if error.errno in LATER else exit_codes.BAD_INPUT
 
 
 def of_a_file(error: BaseException) -> FileError | None:
-    """Return in one line what an operating system says of a file of ours or of the disk; None for any other error.
+    """Return the error for a file of ours, or for a disk that may work at the next start; None for any other.
 
     A file of ours lies in the run root, in the cache or in the project; what a user's code opens elsewhere is theirs,
-    with a traceback. A disk that is full, a quota or a file server that is away may be well at the next start.
+    with a traceback.
     """
     if not isinstance(error, OSError) or error.errno is None:
         return None
     root, cache = os.environ.get("RUN_ROOT"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    places = [Path(place).expanduser().resolve() for place in (root, cache, Path(__file__).parents[1]) if place]
+    folders = [Path(folder).expanduser().resolve() for folder in (root, cache, Path(__file__).parents[1]) if folder]
     path = Path(str(error.filename)).resolve() if error.filename else None
-    ours = path is not None and any(path.is_relative_to(place) for place in places)
+    ours = path is not None and any(path.is_relative_to(folder) for folder in folders)
     return FileError(error) if ours or error.errno in LATER else None
 
 
 def hint(error: BaseException) -> str | None:
-    """What to turn when training itself failed with `error`; None where the traceback says enough."""
+    """Return the setting that helps when training failed with `error`; None where the traceback says enough."""
     text = str(error)
     if "find_unused_parameters=True" in text:
         return (

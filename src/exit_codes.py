@@ -4,20 +4,20 @@
 |---|---|---|
 | 0   | it is done, or stopped as asked (`max_time`); a run that was finished before, too | is not needed |
 | 1   | something raised: the traceback says what; torchrun's end on any of these | by hand |
-| 2   | the input is bad: one line says what would be allowed | comes to the same |
-| 65  | the run has checkpoints and none is whole, or it had some and all are gone | comes to the same |
-| 70  | the circuit breaker stopped a run whose metrics say that it is broken | comes to the same |
-| 71  | the memory of a device or of the host did not suffice, on this rank or another | comes to the same |
-| 74  | nothing happened for `watchdog.minutes`, on some rank | may get on |
+| 2   | the input is bad: one line says what would be allowed | ends the same |
+| 65  | the run has checkpoints and none is whole, or it had some and all are gone | ends the same |
+| 70  | the circuit breaker stopped a run whose metrics say that it is broken | ends the same |
+| 71  | the memory of a device or of the host did not suffice, on this rank or another | ends the same |
+| 74  | nothing happened for `watchdog.minutes`, on some rank | may succeed |
 | 75  | somebody trains the run, or the disk cannot be read or written right now | later |
 | 76  | another rank went away amid a collective operation; its own code says why | by that |
-| 85  | a signal asked it to stop: the state is saved, and STOPPED is in the run directory | goes on |
-| 130 | Ctrl-C: the first, in training, saves as a signal does; the second leaves at once | by hand: it continues |
-| 137 | SIGKILL, by whomever | goes on from the newest checkpoint |
+| 85  | a signal asked it to stop: the state is saved, and STOPPED is in the run directory | resumes |
+| 130 | Ctrl-C: the first, in training, saves as a signal does; the second leaves at once | by hand: it resumes |
+| 137 | SIGKILL, by whomever | resumes from the newest checkpoint |
 | 143 | SIGTERM where nothing is saved, as in an evaluation (129, 138, 140: SIGHUP, SIGUSR1, 2) | begins anew |
 
 65 to 76 are those of sysexits.h whose meaning is nearest; 85 is Linux' ERESTART. Jobs of slurm/submit.py have them
-too, but go on by itself after a signal. Without PyTorch, as the launcher reads them.
+too, but resume by themselves after a signal. Without PyTorch, as the launcher reads them.
 """
 
 DONE = 0
@@ -34,7 +34,7 @@ INTERRUPTED = 130
 KILLED = 137
 TERMINATED = 143
 
-# Of what would come again, in a table's words.
+# Ends that another start would repeat, in the words of a table.
 WORDS = {
     CRASHED: "crashed",
     BAD_INPUT: "bad input",
@@ -42,5 +42,5 @@ WORDS = {
     TRIPPED: "tripped",
     OUT_OF_MEMORY: "out of memory",
 }
-# With these another start, in a while, may come further than this one did.
+# After these another start, in a while, may get further than this one did.
 AGAIN = (HUNG, BUSY, STOPPED, KILLED, TERMINATED)

@@ -1,4 +1,4 @@
-"""What this machine makes of a configuration: processes, precision, strategy, batches; before anything is built."""
+"""Resolve what depends on the machine, before anything is built: processes, precision, strategy, batches."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from src.strategies import resolve_strategy
 
 @dataclass
 class Resolution:
-    """The answers; `plan` is None where the data brings its own batch size."""
+    """What was resolved; `plan` is None where the data brings its own batch size."""
 
     shape: Shape
     environment: ClusterEnvironment
@@ -48,7 +48,7 @@ def resolve(config: Namespace, files: list[str]) -> Resolution:
 
 
 def _refuse_impossible(trainer: Namespace) -> None:
-    """Refuse numbers that Lightning takes and that mean nothing."""
+    """Refuse numbers that Lightning accepts and that mean nothing."""
     clip = trainer.gradient_clip_val
     if clip is not None and not clip >= 0:
         raise UserError(f"trainer.gradient_clip_val {clip}: give a number above 0, or null for no clipping")
@@ -65,7 +65,7 @@ def _half(config: Namespace, plan: BatchPlan | None) -> list[str]:
 
 
 def batch_options(config: Namespace, plan: BatchPlan, micro_batch_size: int) -> list[str]:
-    """Options that set another micro batch and keep the plan's global batch, whatever `config` says by itself."""
+    """Return options that set another micro batch and keep the plan's global batch, whatever `config` has."""
     values = {}
     if config.data.init_args.batch_size != _batch_size_default(config.data):
         values["data.batch_size"] = micro_batch_size  # both, as its default counts as not given
@@ -74,16 +74,11 @@ def batch_options(config: Namespace, plan: BatchPlan, micro_batch_size: int) -> 
         values["global_batch_size"] = plan.global_batch_size
     if config.trainer.accumulate_grad_batches != 1:
         values["trainer.accumulate_grad_batches"] = plan.share // micro_batch_size
-    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def plan_of(config: Namespace, world_size: int) -> BatchPlan | None:
-    """The batch plan; None where the data brings its own batches and nobody asked for others.
-
-    Raises:
-        UserError: the numbers do not fit each other, or cannot be enforced.
-
-    """
+    """Return the batch plan; None where the data brings its own batches and nobody asked for others."""
     default = _batch_size_default(config.data)
     if default is None:
         if asked := asked_batch(config):
@@ -112,7 +107,7 @@ def asked_batch(config: Namespace) -> str | None:
 
 
 def _batch_size_default(data: Namespace | None) -> int | None:
-    """What the data module takes as batch_size when nobody says; None where it has no such argument."""
+    """Return the default of the data module's batch_size; None where it has no such argument."""
     if data is None or "batch_size" not in (data.get("init_args") or {}):
         return None
     parameter = class_parameters(data.class_path).get("batch_size")
@@ -120,5 +115,5 @@ def _batch_size_default(data: Namespace | None) -> int | None:
 
 
 def class_name(config: Namespace) -> str:
-    """The last part of a class_path."""
+    """Return the last part of a class_path."""
     return str(config.class_path).rsplit(".", 1)[-1]

@@ -161,6 +161,8 @@ class Data(lightning.LightningDataModule):
         super().__init__()
         if {built}: {raising}
     def setup(self, stage):
+        if {set_up}: {raising}
+    def train_dataloader(self):
         {raising}
 class Net(lightning.pytorch.demos.boring_classes.BoringModel):
     def __init__(self):
@@ -170,13 +172,14 @@ class Net(lightning.pytorch.demos.boring_classes.BoringModel):
 
 
 @pytest.mark.usefixtures("run_root")
-@pytest.mark.parametrize("moment", ["imported", "built", "set up", "the model is built"])
+@pytest.mark.parametrize("moment", ["imported", "built", "set up", "loaded", "the model is built"])
 @pytest.mark.parametrize(
     "raising", ["raise ValueError('width')", "{}['width']", "None.width", "assert not 'width'", "int([])", "1 / 0"]
 )
 def test_an_error_of_the_users_code_shows_where_it_is(moment, raising, monkeypatch, tmp_path, capsys):
     """Whatever it is and whenever it comes: the traceback into their file, exit code 1."""
-    code = THEIRS.format(imported=moment == "imported", built=moment == "built", raising=raising)
+    moments = {"imported": moment == "imported", "built": moment == "built", "set_up": moment == "set up"}
+    code = THEIRS.format(**moments, raising=raising)
     (tmp_path / "theirs.py").write_text(
         code.replace("import lightning", "import lightning.pytorch.demos.boring_classes")
     )
