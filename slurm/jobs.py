@@ -18,7 +18,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
@@ -47,68 +47,37 @@ def _one(found: Sequence[State], name: str) -> State:
 
 
 def list_runs(found: Sequence[State]) -> None:
-    """A row for each run, and below what a reason means."""
-    rows = [
-        (
-            "RUN",
-            "JOB",
-            "STATE",
-            "WHY",
-            "NODES",
-            "ELAPSED/LIMIT",
-            "STEP",
-            "DONE",
-            "RESTARTS",
-            "LOST",
-            "CHECKPOINT",
-            "GPU HOURS",
-            "COST",
-        )
-    ]
+    """Print a row for each run, and below what a reason means."""
+    rows = []
     for state in found:
         hours, price = state.gpu_seconds / 3600, state.record.get("cost_per_gpu_hour")
-        rows.append(
-            (
-                state.run,
-                state.job,
-                state.state,
-                state.reason,
-                state.nodes,
-                state.elapsed,
-                "" if state.step is None else str(state.step),
-                state.part_done,
-                str(state.restarts or ""),
-                state.lost,
-                f"{age} old" if (age := state.checkpoint_age) else "",
-                f"{hours:.2f}",
-                "" if price is None else f"{hours * price:.2f}",
-            )
-        )
-    _table(rows)
+        row = {"RUN": state.run, "JOB": state.job, "STATE": state.state, "WHY": state.reason, "NODES": state.nodes}
+        row |= {"ELAPSED/LIMIT": state.elapsed, "STEP": "" if state.step is None else str(state.step)}
+        row |= {"DONE": state.part_done, "RESTARTS": str(state.restarts or ""), "LOST": state.lost}
+        row |= {"CHECKPOINT": f"{age} old" if (age := state.checkpoint_age) else "", "GPU HOURS": f"{hours:.2f}"}
+        rows.append(row | {"COST": "" if price is None else f"{hours * price:.2f}"})
+    _print_table(rows)
     for reason in dict.fromkeys(state.reason if state.live else state.state for state in found):
         if text := hint(reason):
             print(f"{reason}: {text}")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> None:
-    """Aligned columns; one that is empty in every row is left out."""
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    wide = [max(map(len, column)) for column in columns]
-    for row in zip(*columns, strict=True):
-        print("  ".join(f"{text:<{width}}" for text, width in zip(row, wide, strict=True)).rstrip())
+def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """Print aligned columns of equal keys; one that is empty in every row is left out."""
+    names = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
+    lines = [names, *([row[name] for name in names] for row in rows)]
+    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines if names else ():
+        print("  ".join(f"{text:<{width}}" for text, width in zip(line, wide, strict=True)).rstrip())
 
 
 def logs(state: State, rank: int, err: bool, follow: bool, lines: int) -> None:
-    """A rank's output, or those of the ranks that fell.
-
-    Raises:
-        LaunchError: there is no such output (yet).
-
-    """
+    """Show a rank's output, or how each rank ended."""
     folder = state.folder.parent / state.record["name"] / "slurm"
     batch, ranks = folder / f"{state.job}_batch.out", _rank_logs(folder, state.job)
     if err:
-        return _fallen(batch, ranks, lines)
+        _show_ends(batch, ranks, lines)
+        return
     if not 0 <= rank < (count := state.record["nodes"] * state.record["gpus_per_node"]):
         raise LaunchError(f"--rank {rank}: job {state.job} has the ranks 0 to {count - 1}")
     files = [path for path in (batch, ranks.get(rank)) if path is not None and path.exists()]
@@ -121,19 +90,15 @@ def logs(state: State, rank: int, err: bool, follow: bool, lines: int) -> None:
     command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
     sys.stdout.flush()
     subprocess.run(command, check=False)
-    return None
 
 
 def _rank_logs(folder: Path, job: str) -> dict[int, Path]:
-    found = {}
-    for path in folder.glob(f"{job}_*_log.out"):
-        if match := re.fullmatch(rf"{job}_(\d+)_log\.out", path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    matches = [(re.fullmatch(rf"{job}_(\d+)_log\.out", path.name), path) for path in folder.glob(f"{job}_*_log.out")]
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
-def _fallen(batch: Path, ranks: dict[int, Path], lines: int) -> None:
-    """How each rank ended, and the output of the one that fell first: the others often only lost it."""
+def _show_ends(batch: Path, ranks: dict[int, Path], lines: int) -> None:
+    """Print how each rank ended, and the output of the one that failed first: the others often only lost it."""
     said = batch.read_text(errors="replace") if batch.exists() else ""
     texts = {rank: path.read_text(errors="replace") for rank, path in ranks.items()}
     ends = fallen.ends(said)
@@ -150,12 +115,7 @@ def _fallen(batch: Path, ranks: dict[int, Path], lines: int) -> None:
 
 
 def gpu(state: State) -> None:
-    """Ask every node of the job, from inside the job, as ssh to a node is often not allowed.
-
-    Raises:
-        LaunchError: it does not run, or a node did not answer in time.
-
-    """
+    """Ask every node of the job, from inside the job, as ssh to a node is often not allowed."""
     if state.state != "RUNNING":
         raise LaunchError(
             f"job {state.job} of run {state.run} is {state.state}: only a running job has GPUs to look at"
@@ -163,29 +123,23 @@ def gpu(state: State) -> None:
     query = f"nvidia-smi --query-gpu={GPU_QUERY} --format=csv,noheader"
     look = f'if command -v nvidia-smi >/dev/null; then {query} | sed "s/^/$SLURMD_NODENAME GPU /"; '
     look += 'else echo "$SLURMD_NODENAME has no nvidia-smi; load $(cut -d" " -f1-3 /proc/loadavg)"; fi'
-    nodes = state.record["nodes"]
     # --overlap and no memory of its own: a look must not wait for what the job holds.
-    step = [
-        "srun",
-        f"--jobid={state.number or state.job}",
-        "--overlap",
-        f"--nodes={nodes}",
-        "--ntasks-per-node=1",
-        "--mem=0",
-    ]
-    done = sbatch.ask(*step, "env", "-u", "CUDA_VISIBLE_DEVICES", "bash", "-c", look, seconds=GPU_SECONDS)
+    step = ["srun", f"--jobid={state.number or state.job}", "--overlap", f"--nodes={state.record['nodes']}"]
+    step += ["--ntasks-per-node=1", "--mem=0", "env", "-u", "CUDA_VISIBLE_DEVICES", "bash", "-c", look]
+    done = sbatch.ask(*step, seconds=GPU_SECONDS)
     print("\n".join(sorted(done.stdout.splitlines())))
     if done.returncode:
         raise LaunchError(f"srun: {sbatch.advice(done.stderr)}")
 
 
 def nodes() -> None:
-    """Nodes by partition, state and GPUs, with the longest time that each partition gives."""
+    """Print the nodes by partition, state and GPUs, with the longest time that each partition gives."""
     done = sbatch.ask("sinfo", "--noheader", "--format=%P|%T|%D|%G|%c|%m|%l")
     if done.returncode:
         raise LaunchError(f"sinfo: {sbatch.advice(done.stderr)}")
-    rows = [("PARTITION", "STATE", "NODES", "GPUS", "CPUS", "MEMORY MB", "LONGEST")]
-    _table([*rows, *(tuple(line.split("|", 6)) for line in done.stdout.splitlines() if line.count("|") == 6)])
+    names = ("PARTITION", "STATE", "NODES", "GPUS", "CPUS", "MEMORY MB", "LONGEST")
+    parts = [line.split("|", 6) for line in done.stdout.splitlines()]
+    _print_table([dict(zip(names, row, strict=True)) for row in parts if len(row) == len(names)])
 
 
 def cancel(found: Sequence[State]) -> None:
@@ -201,7 +155,7 @@ def cancel(found: Sequence[State]) -> None:
 
 
 def report(found: Sequence[State]) -> None:
-    """Settings, state, steps and the best value of each run's metric; `*` marks the best of all."""
+    """Print settings, state, steps and the best value of each run's metric; `*` marks the best of all."""
     names = list(dict.fromkeys(name for state in found for name in _point(state)))
     best = {state.run: state.summary.get("best") or {} for state in found}
     values = {run: value["value"] for run, value in best.items() if isinstance(value.get("value"), int | float)}
@@ -210,15 +164,15 @@ def report(found: Sequence[State]) -> None:
     comparable = [value for value in values.values() if alike and math.isfinite(value)]
     top = (max if _larger_is_better(found) else min)(comparable, default=None)
     column = next(iter(metrics.values())) if alike else "BEST"
-    rows: list[Sequence[str]] = [("RUN", *names, "STATE", "STEP", column, "GPU HOURS")]
+    rows = []
     for state in sorted(found, key=lambda state: state.run):
         value = values.get(state.run)
         shown = "" if value is None else f"{value:.6g}{' *' if value == top else ''}"
         shown += "" if alike or value is None else f" {metrics[state.run]}"
-        point, step = _point(state), "" if state.step is None else state.step
-        settings = [point.get(name, "") for name in names]
-        rows.append((state.run, *settings, state.state, str(step), shown, f"{state.gpu_seconds / 3600:.2f}"))
-    _table(rows)
+        row = {"RUN": state.run, **{name: _point(state).get(name, "") for name in names}, "STATE": state.state}
+        row |= {"STEP": "" if state.step is None else str(state.step), column: shown}
+        rows.append(row | {"GPU HOURS": f"{state.gpu_seconds / 3600:.2f}"})
+    _print_table(rows)
 
 
 def _point(state: State) -> dict[str, str]:
