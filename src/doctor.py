@@ -24,6 +24,7 @@ if __name__ == "__main__":
     from src import streams
 
     streams.outlast_readers()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # PyTorch logs a C++ stack for each failed connection
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # while PyTorch waits for others, no handler of Python's runs
 
@@ -31,7 +32,6 @@ import torch
 
 from src.cpus import usable_cpus
 from src.errors import AgreedError, FileError, UserError
-from src.run import newest_first
 from src.storage import run_root
 from src.vanishing import filesystem
 
@@ -130,9 +130,6 @@ def storage() -> Iterator[Line]:
         f"{speed:.0f} MiB/s: a checkpoint of a billion parameters takes {12e9 / 2**20 / speed:.0f} s",
         False,
     )
-    runs = newest_first(root)
-    found = [f"{run.name} ({len(list(run.glob('checkpoints/*.ckpt')))} checkpoints)" for run in runs[:3]]
-    yield "runs", f"{len(runs)}{': ' if found else ''}{', '.join(found)}{' …' if len(runs) > 3 else ''}", False
 
 
 def writing_speed(folder: Path) -> float:

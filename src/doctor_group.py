@@ -20,7 +20,7 @@ from src.bus_bandwidth import bus_bandwidth, measure
 from src.checkpoint.units import size
 from src.errors import AgreedError, UserError, hint
 from src.ranks import gather_objects
-from src.rendezvous import Launch, check_port, leave, meet, resolved
+from src.rendezvous import Launch, enter, leave, meet, resolved
 
 NEVER = timedelta(days=1)  # `limited` ends the process before
 Line = tuple[str, str, bool]  # as src/doctor.py has them
@@ -36,10 +36,12 @@ def group(launch: Launch, seconds: float) -> Iterator[Line]:
     """
     begun = time.monotonic()
     address = resolved(launch)
-    state = check_port(launch, address, seconds)
     if launch.rank == 0:
-        yield "rendezvous", f"MASTER_ADDR {launch.address} ({address}), MASTER_PORT {launch.port}: {state}", False
-    store, devices = meet(launch, seconds, _device(launch))
+        server = "torchrun" if launch.agent else "rank 0"
+        text = f"MASTER_ADDR {launch.address} ({address}), MASTER_PORT {launch.port}, served by {server}"
+        yield "rendezvous", text, False
+    store = enter(launch, seconds)
+    devices = meet(store, launch, seconds, _device(launch))
     if launch.rank == 0:
         yield "", f"all {launch.world_size} ranks have met, {time.monotonic() - begun:.1f} s after rank 0 came", False
         yield from ranks(devices)

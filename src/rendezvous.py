@@ -1,10 +1,8 @@
 """Find what goes wrong before there is a process group: the rendezvous, its port, and ranks that do not come."""
 
-import errno
 import json
 import os
 import socket
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,24 +19,14 @@ from src.hardware import srun_layout
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those of a launcher.
-
-    Args:
-        rank: of this process
-        world_size: number of processes
-        local_rank: of this process on its host
-        address: MASTER_ADDR, as training would have it
-        port: MASTER_PORT
-        agent: whether torchrun itself serves the store there, not rank 0
-
-    """
+    """This process among those of a launcher."""
 
     rank: int
     world_size: int
     local_rank: int
-    address: str
+    address: str  # MASTER_ADDR, as training would have it
     port: int
-    agent: bool
+    agent: bool  # torchrun itself serves the store there, not rank 0
 
     @property
     def place(self) -> str:
@@ -79,60 +67,32 @@ def resolved(launch: Launch) -> str:
         ) from error
 
 
-def check_port(launch: Launch, address: str, seconds: float) -> str:
-    """See on rank 0 whether it can serve the port, on the others whether they reach it in time; returns the result."""
-    if launch.rank == 0 and not launch.agent:
-        return _free(launch, address)
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((address, launch.port), timeout=max(0.1, min(5.0, seconds))).close()
-            return "torchrun's store answers there" if launch.agent else "rank 0 answers there"
-        except OSError as error:
-            if time.monotonic() > until:
-                raise UserError(
-                    f"rank {launch.rank} on {socket.gethostname()} does not reach {launch.place} in {seconds:g} s "
-                    f"({error.strerror or error}): rank 0 has not started, or a firewall is in between"
-                ) from error
-        time.sleep(0.2)
-
-
-def _free(launch: Launch, address: str) -> str:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    host = socket.gethostname()
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, launch.port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UserError(
-                    f"MASTER_PORT {launch.port} is taken by another program on {host} "
-                    f"(ss -ltnp 'sport = :{launch.port}' names it): set MASTER_PORT to another"
-                ) from error
-            if error.errno == errno.EADDRNOTAVAIL:
-                raise UserError(
-                    f"MASTER_ADDR {launch.address} ({address}) is no address of {host}, where rank 0 runs: set it to "
-                    "the first node's"
-                ) from error
-            raise UserError(f"rank 0 cannot listen on {launch.place} ({error.strerror}): set MASTER_PORT") from error
-    return "the port is free"
-
-
-def meet(launch: Launch, seconds: float, value: Any) -> tuple[torch.distributed.Store, list[Any]]:
-    """Enter the store that all ranks reach; returns it and every rank's `value`, of plain types.
-
-    Rank 0 waits for the others, and refuses for all when some do not come in so many seconds.
-    """
-    rank, world_size = launch.rank, launch.world_size
-    serves = rank == 0 and not launch.agent
-    keys = [f"rank/{number}" for number in range(world_size)]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its processes
+def enter(launch: Launch, seconds: float) -> torch.distributed.Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun serves."""
+    serves = launch.rank == 0 and not launch.agent
     try:
-        server = torch.distributed.TCPStore(
-            launch.address, launch.port, world_size, serves, timedelta(seconds=seconds), wait_for_workers=False
+        store = torch.distributed.TCPStore(
+            launch.address, launch.port, launch.world_size, serves, timedelta(seconds=seconds), wait_for_workers=False
         )
-        store = torch.distributed.PrefixStore(f"doctor/{attempt}", server)
+    except RuntimeError as error:
+        who = f"rank {launch.rank} on {socket.gethostname()}"
+        if serves:
+            raise UserError(
+                f"{who} cannot serve {launch.place}: MASTER_ADDR must be this host's, and MASTER_PORT free "
+                f"(ss -ltnp 'sport = :{launch.port}'): {error}"
+            ) from error
+        raise UserError(
+            f"{who} does not reach {launch.place} in {seconds:g} s: rank 0 has not started, or a firewall is in between"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its processes
+    return torch.distributed.PrefixStore(f"doctor/{attempt}", store)
+
+
+def meet(store: torch.distributed.Store, launch: Launch, seconds: float, value: Any) -> list[Any]:
+    """Return every rank's `value`, of plain types; refused for all when some rank does not come in so many seconds."""
+    rank, world_size = launch.rank, launch.world_size
+    keys = [f"rank/{number}" for number in range(world_size)]
+    try:
         store.set(keys[rank], json.dumps(value))
         if rank == 0:
             missing = _missing(store, keys, seconds)
@@ -141,11 +101,10 @@ def meet(launch: Launch, seconds: float, value: Any) -> tuple[torch.distributed.
             store.wait(["missing"], timedelta(seconds=seconds + 10))
             missing = json.loads(store.get("missing"))
         if not missing:
-            return store, [json.loads(text) for text in store.multi_get(keys)]
+            return [json.loads(text) for text in store.multi_get(keys)]
     except RuntimeError as error:
-        raise UserError(
-            f"rank {rank} on {socket.gethostname()} has lost rank 0, or the store at {launch.place} ({error})"
-        ) from error
+        who = f"rank {rank} on {socket.gethostname()}"
+        raise UserError(f"{who} has lost rank 0, or the store at {launch.place} ({error})") from error
     leave(store, launch, [number for number in range(world_size) if number not in missing])
     raise AgreedError(
         f"{seconds:g} s after rank 0, {ranks_text(missing)} of {world_size} {'has' if len(missing) == 1 else 'have'} "

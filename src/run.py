@@ -127,11 +127,14 @@ def open_run(
 def _find_or_make(name: str | None, task: str, config: str, size: int, checkpoints: int, fresh: bool) -> Run:
     root, notes = run_root()
     _check_name(name)
-    if name is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        name = _generated_name(task, config)  # torchrun has lost a process and starts the same run again
+    earlier = None if name else _unfinished(root, task, config)
+    if earlier and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        name = earlier.name  # torchrun has lost a process and starts the same run again
     if name is None:
         require_room(root, size, checkpoints)
-        notes += _unfinished(root, task, config)
+        if earlier and ours(earlier / "checkpoints", "newest"):
+            same = f"run {earlier.name} has the same configuration and is not finished"
+            notes.append(f"{same}: --run {earlier.name} continues it")
         return Run(str(_new_folder(root, task, config)), "new", notes=notes)
     folder = root / (_free_name(root, name) if fresh else name)
     if (folder / "DONE").exists():
@@ -182,20 +185,9 @@ def _free_name(root: Path, name: str) -> str:
     return next((free for free in names if not (root / free).exists()), name)
 
 
-def _generated_name(task: str, config: str) -> str:
-    """Return a name with the time of now; under torchrun that of its own start, which its restarts share."""
-    moment = datetime.datetime.now()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with suppress(OSError, ValueError, StopIteration):
-            ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
-            boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
-            moment = datetime.datetime.fromtimestamp(int(boot.split()[1]) + ticks // os.sysconf("SC_CLK_TCK"))
-    return NAME.format(task=task, date=moment.strftime("%Y%m%d-%H%M%S"), hash=_hash(config))
-
-
 def _new_folder(root: Path, task: str, config: str) -> Path:
     """Make a folder; two runs of the same second and configuration get different ones."""
-    base = _generated_name(task, config)
+    base = NAME.format(task=task, date=f"{datetime.datetime.now():%Y%m%d-%H%M%S}", hash=_hash(config))
     for number in range(1, 1000):
         folder = root / (base if number == 1 else f"{base}-{number}")
         try:
@@ -206,13 +198,11 @@ def _new_folder(root: Path, task: str, config: str) -> Path:
     raise UserError(f"{root} already has 999 runs called {base}; name yours with --run")
 
 
-def _unfinished(root: Path, task: str, config: str) -> list[str]:
-    """Return a note where a run of the very same configuration could be continued."""
-    alike = sorted(root.glob(NAME.format(task=glob.escape(task), date="*", hash=_hash(config)) + "*"), reverse=True)
-    for run in alike:
-        if not (run / "DONE").exists() and ours(run / "checkpoints", "newest") and owner(run) is None:
-            return [f"run {run.name} has the same configuration and is not finished: --run {run.name} continues it"]
-    return []
+def _unfinished(root: Path, task: str, config: str) -> Path | None:
+    """Return the newest run of the very same configuration that is neither finished nor being trained."""
+    pattern = NAME.format(task=glob.escape(task), date="*", hash=_hash(config)) + "*"
+    alike = sorted(root.glob(pattern), reverse=True)
+    return next((run for run in alike if not (run / "DONE").exists() and owner(run) is None), None)
 
 
 def _hash(config: str) -> str:

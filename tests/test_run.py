@@ -192,6 +192,26 @@ def test_two_runs_of_the_same_second_never_share_a_folder(root, monkeypatch):
 
 
 @pytest.mark.usefixtures("root")
+def test_a_restart_by_torchrun_continues_its_run(monkeypatch):
+    """Without a name too: the newest run of the same configuration; by hand that is a new run, and a note."""
+    first = open_run(None, "letters", CONFIG, 0)
+    checkpoint(first.path, 3)
+    assert open_run(None, "letters", CONFIG + "more: 1", 0).notes == []
+    second = open_run(None, "letters", CONFIG, 0)
+    assert second.notes == []  # the first one is being trained
+    (second.path / "DONE").touch()
+    release()
+    third = open_run(None, "letters", CONFIG, 0)
+    assert third.notes == [
+        f"run {first.name} has the same configuration and is not finished: --run {first.name} continues it"
+    ]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert open_run(None, "letters", CONFIG, 0).folder == first.folder  # the third one is being trained
+    release()
+    assert open_run(None, "letters", CONFIG, 0).folder == third.folder
+
+
+@pytest.mark.usefixtures("root")
 def test_a_named_run_is_new_then_continued_then_finished():
     """A run's name finds it again: new, then continued from its newest checkpoint, then finished."""
     run = open_run("mine", "letters", CONFIG, 0)

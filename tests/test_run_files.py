@@ -203,15 +203,15 @@ def test_a_link_that_comes_while_a_file_is_made_is_not_followed(
     assert (tmp_path / "theirs").read_text() == "theirs"
 
 
-@pytest.mark.parametrize("name", [".lock", "metrics.csv"])
+@pytest.mark.parametrize("name", [".lock", "metrics.csv", ".heartbeat.tmp"])
 def test_a_run_opens_no_link_for_writing(
     name: str, trained: Path, run_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither the lock nor the rows, which are opened under their own names."""
+    """Neither the lock and the rows, which are opened under their own names, nor a temporary file."""
     shutil.copytree(trained, run_root / "a")
     (run_root / "a" / "DONE").unlink()
     (tmp_path / "theirs").write_bytes(content := b"step,x\r\n" if name == "metrics.csv" else b"theirs")
-    (run_root / "a" / name).unlink()
+    (run_root / "a" / name).unlink(missing_ok=True)
     (run_root / "a" / name).symlink_to(tmp_path / "theirs")
     code = main(["fit", *CPU, *SMALL, "--trainer.max_steps", "5", "--run", "a"])
     said = capfd.readouterr()

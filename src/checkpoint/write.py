@@ -17,7 +17,7 @@ from torch import Tensor
 from src.checkpoint.contents import Copies, plain
 from src.checkpoint.files import fault, ours
 from src.checkpoint.shards import FAILED, PARTS, await_parts, join, part_path, parts_of, sweep
-from src.files import replacing, sync
+from src.files import replacing, sync, write_text
 from src.ranks import gather_objects
 
 FULL = 2**20  # bytes; a file system keeps back a few
@@ -160,7 +160,7 @@ def write_parts(
     error = write(parts, own) if own else None
     if rank and own and error:
         with suppress(OSError):  # a disk that is full; rank 0 will miss the part
-            own.with_name(own.name + FAILED).write_text(str(error))
+            write_text(own.with_name(own.name + FAILED), str(error))
     if rank:
         return error
     try:
