@@ -1,10 +1,10 @@
-"""A Slurm of four nodes, n1 to n4 with four pretended A100s each, on this one machine: to see a four-node job run.
+"""Run a Slurm of four nodes, n1 to n4 with four pretended A100s each, on this one machine.
 
     python slurm/local_cluster.py up|down|status    # as root on Debian or Ubuntu; or make cluster-up, make cluster-down
 
 Needs no environment, only Python. Everything it writes lies in /var/lib/local-slurm ($LOCAL_SLURM names another
-folder), but for a link at /etc/slurm/slurm.conf, by which sbatch finds it, and a line in /etc/hosts; `down` takes both
-away. Job numbers and logs stay. The settings are in slurm/local/.
+folder), but for a link at /etc/slurm/slurm.conf, by which sbatch finds it, and a line in /etc/hosts; `down` removes
+both, also after a restart of the machine. Job numbers and logs stay. The settings are in slurm/local/.
 """
 
 import contextlib
@@ -38,45 +38,36 @@ PATIENCE = 90  # seconds for all nodes to come up, on a slow machine
 
 
 class LocalCluster:
-    """The cluster whose state is in `folder`.
+    """The cluster whose state is in `folder`, an absolute path without spaces, as Slurm's configuration takes it."""
 
-    Args:
-        folder: an absolute path without spaces, as Slurm's configuration takes it
-        port: slurmctld's; the nodes have the next four
-        private: leave /etc alone; it is found through SLURM_CONF
-
-    """
-
-    def __init__(self, folder: Path = FOLDER, port: int = PORT, private: bool = False) -> None:
-        self.folder, self.port, self.private = folder, port, private
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self.folder = folder
         self.conf = folder / "etc/slurm.conf"
         self.hosts_line = f"127.0.0.1 {' '.join(NODES)} # the local Slurm in {folder}\n"
 
-    # What is there
-
     def tool(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """A Slurm command on this cluster, whichever another one SLURM_CONF or a surrounding job names."""
+        """Run a Slurm command on this cluster, even where SLURM_CONF or a surrounding job names another one."""
         return subprocess.run(
             command, env=processes.environment(SLURM_CONF=str(self.conf)), capture_output=True, text=True, check=False
         )
 
     def states(self) -> dict[str, str]:
-        """Each node's state as sinfo has it, such as idle or down*; nothing when slurmctld does not answer."""
+        """Return each node's state as sinfo shows it, such as idle or down*; nothing if slurmctld does not answer."""
         lines = self.tool("sinfo", "--noheader", "--Node", "--format=%N %T").stdout.splitlines()
         return {name: state for name, state in (line.split() for line in lines) if name in NODES}
 
     def running(self) -> dict[str, int]:
-        """The processes of this cluster by name: munged, slurmctld, n1 to n4."""
-        found = {}
+        """Return the process numbers of this cluster's daemons by name: munged, slurmctld, n1 to n4."""
+        pids = {}
         for name, command in self._daemons().items():
             with contextlib.suppress(FileNotFoundError, ValueError):
                 pid = int((self.folder / f"run/{name}.pid").read_text())
                 if processes.command_line(pid) == command:  # else the number belongs to somebody else by now
-                    found[name] = pid
-        return found
+                    pids[name] = pid
+        return pids
 
     def is_up(self) -> bool:
-        """All six processes run and all nodes take jobs."""
+        """Return whether all six daemons run and all nodes take jobs."""
         return len(self.running()) == len(self._daemons()) and self._ready()
 
     def _ready(self) -> bool:
@@ -91,53 +82,31 @@ class LocalCluster:
         slurmds = {name: ["slurmd", "-N", name, "-f", str(self.conf)] for name in NODES}
         return {"munged": munged, "slurmctld": ["slurmctld", "-f", str(self.conf)], **slurmds}
 
-    # Up
-
     def up(self) -> bool:
-        """Start what does not run, and wait until all nodes take jobs; False when there was nothing to do.
-
-        Raises:
-            LaunchError: another Slurm is configured here, a daemon does not start, or a node does not come up
-
-        """
-        if not self.private:
-            places.claim(self.conf)
-        for part in ("etc", "dev", "run", "log", "state", "spool"):
-            (self.folder / part).mkdir(parents=True, exist_ok=True)
+        """Start what does not run, and wait until all nodes take jobs; return False if there was nothing to do."""
+        places.refuse_another(self.conf)
+        for name in ("etc", "dev", "run", "log", "state", "spool"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
         with processes.locked(self.folder / "etc"):
-            if not self.private:
-                places.enter(self.conf, self.hosts_line, NODES)
-            files = self._files()
+            places.enter(self.conf, self.hosts_line, NODES)
             if self.is_up():
-                if any(path.read_text() != text for path, text in files.items()):
-                    print("note: it runs with older settings; make cluster-down, then up takes the new ones")
                 return False
             missing = {name: command for name, command in self._daemons().items() if name not in self.running()}
             if missing:  # else a node is on its way back, as from a job that has just ended
-                self._write(files)
+                self._write_files()
             for name, command in missing.items():
                 self._start(name, command)
             self._wait_until_ready()
             return bool(missing)
 
-    def _files(self) -> dict[Path, str]:
-        values = {
-            "FOLDER": str(self.folder),
-            "HOST": socket.gethostname().split(".")[0],
-            "PORT": str(self.port),
-            "NODE_PORTS": f"{self.port + 1}-{self.port + len(NODES)}",
-        }
-        files = {}
+    def _write_files(self) -> None:
+        host, ports = socket.gethostname().split(".")[0], f"{PORT + 1}-{PORT + len(NODES)}"
+        values = {"FOLDER": str(self.folder), "HOST": host, "PORT": str(PORT), "NODE_PORTS": ports}
         for template in TEMPLATES.glob("*.in"):
             text = template.read_text()
             for name, value in values.items():
                 text = text.replace(f"@{name}@", value)
-            files[self.folder / "etc" / template.stem] = text
-        return files
-
-    def _write(self, files: dict[Path, str]) -> None:
-        for path, text in files.items():
-            path.write_text(text)
+            (self.folder / "etc" / template.stem).write_text(text)
         key = self.folder / "etc/munge.key"
         if not key.exists():
             key.touch(mode=0o600)
@@ -148,11 +117,11 @@ class LocalCluster:
                 device.symlink_to("/dev/null")
 
     def _start(self, name: str, command: list[str]) -> None:
-        """Daemons go to the background when they have come as far as that."""
+        """Start a daemon, which goes to the background when it has started."""
         if complaint := processes.start(command):
             raise self._failure(f"{command[0]} does not start: {complaint}", name)
         if not processes.wait(lambda: name in self.running(), 20):
-            raise self._failure(f"{command[0]} came to nothing", name)
+            raise self._failure(f"{command[0]} has ended", name)
 
     def _wait_until_ready(self) -> None:
         asked: set[str] = set()
@@ -161,7 +130,7 @@ class LocalCluster:
             for name in self._daemons().keys() - self.running().keys():
                 raise self._failure(f"{name} has ended", name)
             for name, state in self.states().items():
-                # Down or drained from an earlier life, or by a job that could not be killed.
+                # Down or drained since an earlier start, or by a job that could not be killed.
                 if name not in asked and state.rstrip("*").startswith(("down", "drain", "fail")):
                     asked.add(name)
                     self.tool("scontrol", "update", f"nodename={name}", "state=resume")
@@ -170,8 +139,8 @@ class LocalCluster:
         if not processes.wait(ready, PATIENCE):
             states = self.states()
             bad = [name for name in NODES if states.get(name) not in READY]
-            told = ", ".join(f"{name} {state}" for name, state in states.items()) or "slurmctld does not answer"
-            raise self._failure(f"not all nodes came up in {PATIENCE} s: {told}", bad[0] if states else "slurmctld")
+            shown = ", ".join(f"{name} {state}" for name, state in states.items()) or "slurmctld does not answer"
+            raise self._failure(f"not all nodes came up in {PATIENCE} s: {shown}", bad[0] if states else "slurmctld")
 
     def _failure(self, text: str, name: str) -> LaunchError:
         log = self.folder / f"log/{name}.log"
@@ -181,10 +150,8 @@ class LocalCluster:
             text = "\n".join([f"{text}{f': {cause}' if cause else ''}", f"The end of {log}:", *lines])
         return LaunchError(f"{text}\nTo start afresh: make cluster-down, then rm -r {self.folder}")
 
-    # Down
-
     def down(self) -> bool:
-        """Cancel all jobs, stop what this cluster started, and leave /etc as it was; False if nothing was there."""
+        """Cancel all jobs, stop what this cluster started, and restore /etc; return False if nothing was running."""
         was_up = False
         if self.folder.is_dir():
             with processes.locked(self.folder / "etc"):
@@ -199,13 +166,9 @@ class LocalCluster:
         for name, command in reversed(self._daemons().items()):  # munged last, the others talk through it
             if name in running:
                 self._end(running[name], command)
-        left = processes.of_jobs(self.conf, NODES)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         for path in (self.folder / "run").glob("*"):
             path.unlink()
-        return bool(running or left)
+        return bool(running)
 
     def _cancel_jobs(self) -> None:
         def jobs() -> list[str]:
@@ -217,7 +180,7 @@ class LocalCluster:
         processes.wait(lambda: not jobs(), 60)
 
     def _end(self, pid: int, command: list[str]) -> None:
-        """Return when it has ended; slurmctld takes its pid file away earlier than that."""
+        """End a process and return when it is gone; slurmctld removes its pid file earlier than that."""
         for number, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -243,7 +206,7 @@ def _check_machine(install: bool) -> None:
 
 
 def chosen_folder() -> Path:
-    """$LOCAL_SLURM or the usual place."""
+    """Return $LOCAL_SLURM or the usual folder."""
     folder = Path(os.environ.get("LOCAL_SLURM") or FOLDER)
     if not re.fullmatch("/[A-Za-z0-9._/-]{1,59}", str(folder)):  # a socket's path may have 108 characters
         raise LaunchError(
@@ -252,27 +215,14 @@ def chosen_folder() -> Path:
     return folder
 
 
-def _say_up(cluster: LocalCluster, started: bool) -> None:
-    print(f"{'' if started else 'already '}up: {len(NODES)} nodes with 4 pretended A100s each")
-    if cluster.private:
-        print(f"    export SLURM_CONF={cluster.conf}    # it is private: here nothing finds it without this")
-    print(
-        "    python slurm/submit.py --nodes 4    # trains on all four\n"
-        "    sinfo                               # the nodes; squeue: the jobs\n"
-        "    make cluster-down                   # stops it all"
-    )
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Do what is asked; status is 0 when the cluster is up and 1 when it is not, bad input and failures are 2."""
+    """Run the command; status returns 0 if the cluster is up and 1 if it is not, bad input and failures are 2."""
     parser = Parser(description="A Slurm of four nodes with four pretended A100s each, on this machine.")
     parser.add_argument("command", choices=("up", "down", "status"))
     parser.add_argument("--install", action="store_true", help="let apt-get install what is missing")
-    parser.add_argument("--private", action="store_true", help="leave /etc alone; only SLURM_CONF leads to it")
-    parser.add_argument("--port", type=int, default=PORT, help=f"slurmctld's; the nodes have the next four ({PORT})")
     try:
         asked = parser.parse_args(arguments)
-        cluster = LocalCluster(chosen_folder(), asked.port, asked.private)
+        cluster = LocalCluster(chosen_folder())
         if asked.command == "status":
             up = cluster.is_up()
             print("\n".join(f"{name} {state}" for name, state in cluster.states().items()) if up else "not up")
@@ -280,7 +230,12 @@ def main(arguments: list[str] | None = None) -> int:
         _check_machine(asked.install and asked.command == "up")
         os.umask(0o022)  # everybody here may submit jobs, whatever root keeps to itself elsewhere
         if asked.command == "up":
-            _say_up(cluster, cluster.up())
+            print(f"{'' if cluster.up() else 'already '}up: {len(NODES)} nodes with 4 pretended A100s each")
+            print(
+                "    python slurm/submit.py --nodes 4    # trains on all four\n"
+                "    sinfo                               # the nodes; squeue: the jobs\n"
+                "    make cluster-down                   # stops it all"
+            )
         else:
             print("stopped" if cluster.down() else "it was not up")
     except LaunchError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm import local_cluster
 from slurm.local import places
 from slurm.local_cluster import LocalCluster, chosen_folder, main
 from tests.cluster.jobs import FOUR_GPUS, NODES, field, found, needs_root, slurm, wait_for
@@ -124,10 +125,10 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
     monkeypatch.setenv("LOCAL_SLURM", str(folder / "s"))
     monkeypatch.setattr(places, "HOSTS", folder / "hosts")
     monkeypatch.setattr(places, "LINK", folder / "slurm/slurm.conf")
-    monkeypatch.setattr(places, "UNTIL_REBOOT", folder / "until-reboot")
+    monkeypatch.setattr(local_cluster, "PORT", 26817)
     cluster = LocalCluster(folder / "s")
     try:
-        assert main(["up", "--port", "26817"]) == 0
+        assert main(["up"]) == 0
         yield cluster
     finally:
         main(["down"])
@@ -165,25 +166,13 @@ def test_down_leaves_nothing(second: LocalCluster, capsys: pytest.CaptureFixture
     assert processes(second) == []
     assert places.HOSTS.read_text() == "127.0.0.1 localhost\n"
     assert not os.path.lexists(places.LINK)
-    assert not os.path.lexists(places.UNTIL_REBOOT)
     assert main(["status"]) == 1
     capsys.readouterr()
     assert main(["down"]) == 0
     assert "was not up" in capsys.readouterr().out
     assert found(), "the other cluster is still there"
-    assert main(["up", "--port", "26817"]) == 0
+    assert main(["up"]) == 0
     assert second.tool("squeue", "--noheader").stdout == "", "the job must not come back"
-
-
-@needs_root
-def test_down_ends_jobs_whose_daemons_were_killed(second: LocalCluster) -> None:
-    """Also what nobody can cancel any more."""
-    run_something(second)
-    for pid in second.running().values():
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not second.running(), 30, "all daemons are dead")
-    assert main(["down"]) == 0
-    wait_for(lambda: not processes(second), 30, "no process is left")
 
 
 @needs_root
@@ -194,7 +183,7 @@ def test_up_repairs_what_was_killed_and_drained(second: LocalCluster) -> None:
     for name in ("n2", "slurmctld"):
         os.kill(before[name], signal.SIGKILL)
     wait_for(lambda: len(second.running()) == 4, 30, "two are dead")
-    assert main(["up", "--port", "26817"]) == 0
+    assert main(["up"]) == 0
     assert second.states() == dict.fromkeys(NODES, "idle")
     assert {name for name, pid in second.running().items() if pid != before[name]} == {"n2", "slurmctld"}
 

@@ -24,7 +24,7 @@ def _nothing_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(local_cluster.shutil, "which", lambda program, path: f"/usr/sbin/{program}")
     monkeypatch.setattr(local_cluster.subprocess, "run", lambda *command, **_: pytest.fail(f"ran {command}"))
     monkeypatch.setattr(local_cluster, "FOLDER", FOLDER)
-    for name in ("HOSTS", "LINK", "UNTIL_REBOOT"):
+    for name in ("HOSTS", "LINK"):
         monkeypatch.setattr(places, name, tmp_path / name)
     monkeypatch.delenv("LOCAL_SLURM", raising=False)
 
@@ -87,7 +87,7 @@ def test_a_slurm_of_somebody_else_is_left_alone(kind: str, tmp_path: Path, capsy
         (tmp_path / "LINK").write_text("ClusterName=real\n")
     else:
         (tmp_path / "LINK").symlink_to(tmp_path if kind == "link" else "/nowhere/slurm.conf")
-    assert "up --private" in refused(capsys, "up")
+    assert "this machine has another Slurm, which is left alone" in refused(capsys, "up")
     assert [path.name for path in tmp_path.iterdir()] == ["LINK"]
 
 
@@ -101,12 +101,22 @@ def test_down_takes_nothing_of_somebody_else(tmp_path: Path) -> None:
 
 
 def test_down_after_a_restart_of_the_machine_takes_the_rest_away(tmp_path: Path) -> None:
-    """The link in /run is gone then, so that no service starts with our configuration; the rest goes now."""
-    (tmp_path / "LINK").symlink_to(tmp_path / "UNTIL_REBOOT")
+    """Nothing runs any more; the link and the line in the hosts file go."""
+    (tmp_path / "LINK").symlink_to(LocalCluster(FOLDER).conf)
     (tmp_path / "HOSTS").write_text("127.0.0.1 localhost\n" + LocalCluster(FOLDER).hosts_line)
     assert main(["down"]) == 0
     assert not os.path.lexists(tmp_path / "LINK")
     assert (tmp_path / "HOSTS").read_text() == "127.0.0.1 localhost\n"
+
+
+def test_down_leaves_the_link_of_another_local_cluster(tmp_path: Path) -> None:
+    """One that was started with another LOCAL_SLURM stays as it is."""
+    other = LocalCluster(Path("/somewhere/else"))
+    (tmp_path / "LINK").symlink_to(other.conf)
+    (tmp_path / "HOSTS").write_text(other.hosts_line)
+    assert main(["down"]) == 0
+    assert os.readlink(tmp_path / "LINK") == str(other.conf)
+    assert (tmp_path / "HOSTS").read_text() == other.hosts_line
 
 
 @pytest.mark.parametrize("folder", ["relative", "/with space", "/a,b", "/" + "long" * 20])
