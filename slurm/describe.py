@@ -1,4 +1,4 @@
-"""What is said of jobs before they are submitted: a summary, and everything in a dry run."""
+"""Describe jobs before they are submitted: a summary, and everything in a dry run."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def summary(jobs: Sequence[Job], training: Training, plan: Plan | None, points: int) -> list[str]:
-    """What will be used, in the words of a user."""
+    """Return what will be used, in the words of a user."""
     lines = []
     for job in jobs:
         cluster, shape = job.cluster, job.shape
@@ -34,7 +34,7 @@ def summary(jobs: Sequence[Job], training: Training, plan: Plan | None, points: 
     job = jobs[0]
     lines += [restarts(job)] if job.trains else []
     continued = (job.run_root / job.name / "checkpoints").is_dir()
-    lines.append(f"run: {job.name} in {job.run_root}{' (goes on from its newest checkpoint)' if continued else ''}")
+    lines.append(f"run: {job.name} in {job.run_root}{' (resumes from its newest checkpoint)' if continued else ''}")
     if plan is None:
         lines.append(f"code: {job.code}")
     else:
@@ -49,18 +49,18 @@ def summary(jobs: Sequence[Job], training: Training, plan: Plan | None, points: 
 
 
 def restarts(job: Job) -> str:
-    """What happens at the job's limit."""
+    """Return what happens at the job's limit."""
     if not job.restarts:
         return "not requeued (--max-restarts 0): its limit ends it"
     total = f", {times.format_time(job.total)} in all" if job.total else ""
     most = f"{job.restarts} restart{'s' if job.restarts > 1 else ''} at most{total}"
     if job.lead is None:
         return f"under five minutes: its limit ends it; a preemption requeues it, {most}"
-    return f"stops {job.lead} s before the limit, saves, and goes on in the next start; {most}"
+    return f"stops {job.lead} s before the limit, saves, and resumes in the next start; {most}"
 
 
 def show(submission: "Submission") -> None:
-    """The whole of a dry run, on stdout."""
+    """Print the whole of a dry run."""
     for job in submission.jobs:
         _section("script", f"sbatch --parsable {shlex.quote(str(job.folder))}/…_submission.sh", render.script(job))
         starts = [

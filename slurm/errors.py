@@ -1,4 +1,4 @@
-"""How every launcher command refuses: one line and exit code 2."""
+"""Refuse bad input, in every launcher command, with one line and exit code 2."""
 
 import argparse
 from typing import NoReturn
@@ -9,13 +9,8 @@ class LaunchError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what argparse would print with its usage."""
+    """Raise what argparse would print with its usage."""
 
     def error(self, message: str) -> NoReturn:
-        """In one line.
-
-        Raises:
-            LaunchError: always.
-
-        """
+        """Raise the message as a LaunchError."""
         raise LaunchError(message)

@@ -1,7 +1,7 @@
 """Look after the jobs that submit.py has submitted.
 
     python slurm/jobs.py list                       # every run: its job, state and why, step, age of its checkpoint
-    python slurm/jobs.py logs RUN [--rank R] [-f]   # a rank's output; --err shows the ranks that fell, the first first
+    python slurm/jobs.py logs RUN [--rank R] [-f]   # a rank's output; --err shows how each rank ended
     python slurm/jobs.py gpu RUN                    # what its GPUs do right now
     python slurm/jobs.py cancel RUN                 # that run's jobs and no others
     python slurm/jobs.py resume RUN                 # submit it again as it was: of a grid, what is not finished
@@ -181,7 +181,7 @@ def _point(state: State) -> dict[str, str]:
 
 
 def _larger_is_better(found: Sequence[State]) -> bool:
-    """As the runs' configuration says under checkpoint.mode."""
+    """Return whether checkpoint.mode in the runs' configuration is max."""
     import yaml
 
     for state in found:
@@ -192,7 +192,7 @@ def _larger_is_better(found: Sequence[State]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: done; 2: refused, in one line."""
+    """Run one command. Exit code 0: done; 2: refused, in one line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("nodes")
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.usage = "jobs.py resume [-h] [--cluster CLUSTER] run [-- settings of training]"
         if name == "logs":
             command.add_argument("--rank", type=int, default=0)
-            command.add_argument("--err", action="store_true", help="how each rank ended, and who fell first")
+            command.add_argument("--err", action="store_true", help="how each rank ended, and which failed first")
             command.add_argument("-f", "--follow", action="store_true")
             command.add_argument("--lines", type=int, default=TAIL)
     argv = list(sys.argv[1:] if argv is None else argv)

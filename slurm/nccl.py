@@ -103,7 +103,7 @@ RULES = (
 
 
 def refusal(section: str, name: str) -> str | None:
-    """Why this variable may not stand in this section; None where it may."""
+    """Return why this variable may not stand in this section; None where it may."""
     if not NAME.fullmatch(name) and name not in OTHERS:
         return f"only NCCL_…, TORCH_NCCL_…, {', '.join(OTHERS)} may be set here; other variables belong to `setup`"
     if section == "nvlink" and BETWEEN_NODES.fullmatch(name):
@@ -112,7 +112,7 @@ def refusal(section: str, name: str) -> str | None:
 
 
 def warnings(section: str, name: str, value: str) -> list[str]:
-    """What is said about this setting, one line each; [] where it is fine."""
+    """Return warnings about this setting, one line each; [] where it is fine."""
     found = [
         rule.advice.format(name=name)
         for rule in RULES

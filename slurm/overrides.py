@@ -7,14 +7,10 @@ from slurm.errors import LaunchError
 
 
 def take_run(overrides: Sequence[str], name: str | None) -> tuple[list[str], str | None, list[str]]:
-    """`--run NAME` is --name: the launcher has to know the run's folder.
+    """Take `--run NAME` as --name, as the launcher has to know the run's folder.
 
     Returns:
         The other overrides, the run's name, and warnings.
-
-    Raises:
-        LaunchError: another run is named already.
-
     """
     rest: list[str] = []
     found: list[str] = []
@@ -35,12 +31,7 @@ def take_run(overrides: Sequence[str], name: str | None) -> tuple[list[str], str
 
 
 def refuse_config(overrides: Sequence[str]) -> None:
-    """A --config that only src.cli sees would neither travel nor say how many nodes there are; nor would a dictionary.
-
-    Raises:
-        LaunchError: there is one.
-
-    """
+    """Refuse a --config behind `--`: it would neither travel nor say how many nodes there are. Nor a dictionary."""
     for index, part in enumerate(overrides):
         name, equals, value = part.partition("=")
         value = value if equals else "".join(overrides[index + 1 : index + 2])
@@ -53,12 +44,7 @@ def refuse_config(overrides: Sequence[str]) -> None:
 
 
 def refuse_fresh(overrides: Sequence[str], settings: Mapping[str, object]) -> None:
-    """The launcher makes the run's folder, which a fresh start would take for another run's, in every restart anew.
-
-    Raises:
-        LaunchError: it is asked for, here or in a configuration file.
-
-    """
+    """Refuse --fresh: each restart would take the run's folder, which the launcher makes, for another run's."""
     if settings.get("fresh") or any(part.partition("=")[0] == "--fresh" for part in overrides):
         raise LaunchError(
             "--fresh cannot be submitted, as each restart of the job would begin another run: leave it out, a "
@@ -67,12 +53,7 @@ def refuse_fresh(overrides: Sequence[str], settings: Mapping[str, object]) -> No
 
 
 def refuse_secrets(overrides: Sequence[str]) -> None:
-    """Overrides stand in scripts, logs and records.
-
-    Raises:
-        LaunchError: one looks like a key, token or password; it is not repeated.
-
-    """
+    """Refuse what looks like a key, token or password, without repeating it: overrides stand in scripts and logs."""
     from src.secret import secret_option
 
     if name := secret_option(overrides):

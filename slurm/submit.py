@@ -33,12 +33,7 @@ from slurm.record import submit_all
 
 
 def refuse_unknown(unknown: Sequence[str], options: Sequence[str]) -> None:
-    """What is no option of this command.
-
-    Raises:
-        LaunchError: names it, and the nearest option or the place behind `--`.
-
-    """
+    """Refuse what is no option of this command, with the nearest one or the place where it belongs."""
     if not unknown:
         return
     name = unknown[0].split("=")[0]
@@ -57,7 +52,7 @@ def refuse_unknown(unknown: Sequence[str], options: Sequence[str]) -> None:
 
 
 def parser() -> Parser:
-    """The options of this command."""
+    """Return the parser of this command's options."""
     made = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     made.add_argument("--nodes", type=int, metavar="N", help="nodes; alone, each gives all its GPUs")
     made.add_argument("--gpus-per-node", type=int, metavar="G", help="GPUs of each node, one process on each")
@@ -66,7 +61,7 @@ def parser() -> Parser:
         "--cluster", metavar="NAME", help="a file of configs/clusters; else mine.yaml, project.yaml, local"
     )
     made.add_argument("--time", metavar="LIMIT", help="such as 2:59:00 (24:00 is minutes); else the cluster's")
-    made.add_argument("--total-time", metavar="LIMIT", help="go on in further starts until so much time is used")
+    made.add_argument("--total-time", metavar="LIMIT", help="resume in further starts until so much time is used")
     made.add_argument("--max-restarts", type=int, metavar="N", help="0: the limit ends the job (20, more with a total)")
     made.add_argument("--max-crash-retries", type=int, metavar="N", help="restarts after a rank was lost (2)")
     made.add_argument("--name", help="of the run; the run of that name is continued")
@@ -91,12 +86,7 @@ def _names(made: Parser) -> list[str]:
 
 
 def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This command's options, and what stands behind `--`.
-
-    Raises:
-        LaunchError: an option that is none, or a value that cannot be.
-
-    """
+    """Return this command's options, and what stands behind `--`."""
     argv = list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
     made = parser()
@@ -119,7 +109,7 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def misplaced(overrides: Sequence[str]) -> list[str]:
-    """Warnings of launcher options that stand behind `--`, where `src.cli` gets them."""
+    """Return warnings about launcher options that stand behind `--`, where `src.cli` gets them."""
     ours = set(_names(parser()))
     names = [part.split("=")[0] for part in overrides]
     return [
@@ -130,7 +120,7 @@ def misplaced(overrides: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: submitted, or shown; 2: refused, in one line; 130: Ctrl-C."""
+    """Submit. Exit code 0: submitted, or shown; 2: refused, in one line; 130: Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         options, overrides = read_options(argv)

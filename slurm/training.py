@@ -28,12 +28,7 @@ class Shape:
 
     @staticmethod
     def read(text: str) -> "Shape":
-        """From `4x1`: nodes × GPUs per node.
-
-        Raises:
-            LaunchError: it is written otherwise.
-
-        """
+        """Read `4x1`: nodes × GPUs per node."""
         parts = text.split("x")
         if len(parts) != 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
             raise LaunchError(f"{text!r} is no shape; expected NODESxGPUS, such as 4x1 for four nodes of one GPU each")
@@ -57,12 +52,7 @@ class Training:
 
 
 def read_training(configs: Sequence[str], overrides: Sequence[str]) -> Training:
-    """Read the configuration files of a training command.
-
-    Raises:
-        LaunchError: a file is missing or no YAML, or no task is named; the text is `src.cli`'s.
-
-    """
+    """Read the configuration files of a training command."""
     from src.command_line import config_files, read_config, with_defaults
     from src.errors import UserError
 
@@ -94,7 +84,7 @@ def _dotted(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _options(command: Sequence[str]) -> dict[str, str]:
-    """`--name value` and `--name=value`, the last one counts."""
+    """Return the values of `--name value` and `--name=value` by name; the last one counts."""
     found = {}
     for index, argument in enumerate(command):
         if not argument.startswith("--"):
@@ -106,17 +96,12 @@ def _options(command: Sequence[str]) -> dict[str, str]:
 
 
 def given(training: Training, name: str) -> str | None:
-    """The value of an option behind `--`; None where it is not there."""
+    """Return the value of an option behind `--`; None where it is not given."""
     return _options(training.overrides).get(name)
 
 
 def choose_shape(training: Training, cluster: Cluster, nodes: int | None, gpus: int | None) -> tuple[Shape, list[str]]:
-    """Nodes and GPUs per node, and notes: flags come before overrides and configs, these before the cluster's node.
-
-    Raises:
-        LaunchError: a flag and an override say different things, a count is none, or a node has fewer GPUs.
-
-    """
+    """Return the shape, and notes: flags come before overrides and configs, these before the cluster's node."""
     given = _options(training.overrides)
     counts, notes = [], []
     for flag, key, value in (("--nodes", "num_nodes", nodes), ("--gpus-per-node", "devices", gpus)):
@@ -142,7 +127,7 @@ def choose_shape(training: Training, cluster: Cluster, nodes: int | None, gpus: 
 
 
 def _whole(training: Training, cluster: Cluster, devices: int, nodes: int | None, notes: list[str]) -> int:
-    """GPUs per node where only --nodes is given: a configuration for as many nodes means what it says."""
+    """Return the GPUs per node where only --nodes is given: a configuration for as many nodes means what it says."""
     if training.own.get("trainer.num_nodes", 1) == nodes:
         return devices
     if devices != cluster.gpus_per_node:
@@ -161,17 +146,15 @@ def _count(name: str, value: Any) -> int:
 
 
 def _spread(world_size: int, most: int) -> str:
-    """The same number of GPUs over nodes that exist."""
+    """Return options for the same number of GPUs, over nodes that exist."""
     per_node = next(count for count in range(min(most, world_size), 0, -1) if world_size % count == 0)
     return f"--nodes {world_size // per_node} --gpus-per-node {per_node}"
 
 
 def batch_text(training: Training, world_size: int) -> str:
-    """`global batch 64 = 4 micro × 1 accumulation × 16 devices`; "" where the data brings its own batches.
+    """Return `global batch 64 = 4 micro × 1 accumulation × 16 devices`; "" where the data brings its own batches.
 
-    Raises:
-        LaunchError: the batch cannot be spread over so many; the text lists what fits.
-
+    A batch that cannot be spread over so many is refused with those that fit.
     """
     from src.batch_plan import plan_batches
     from src.errors import UserError

@@ -411,7 +411,7 @@ def test_the_restart_loops_hand_a_signal_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ([], "stops 300 s before the limit, saves, and goes on in the next start; 20 restarts at most"),
+        ([], "stops 300 s before the limit, saves, and resumes in the next start; 20 restarts at most"),
         (["--time", "10:00"], "stops 120 s before the limit"),
         (["--time", "4:59"], "under five minutes: its limit ends it; a preemption requeues it, 20 restarts at most"),
         (["--max-restarts", "0"], "not requeued (--max-restarts 0): its limit ends it"),
