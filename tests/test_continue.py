@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_root: Path, capsys
     newest.write_bytes(newest.read_bytes()[:5000])
     fit(run_root, "hurt", *many)
     output = capsys.readouterr().out
-    assert f"warning: {newest} is no whole checkpoint and is moved to {newest.parent / 'quarantine'}" in output
+    assert f"warning: {newest} is damaged; moved to {newest.parent / 'quarantine'}" in output
     assert "continues from step 3" in output
     (run / "DONE").unlink()
     files = list(run.glob("checkpoints/*.ckpt"))

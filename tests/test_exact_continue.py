@@ -133,7 +133,7 @@ def test_two_processes_end_as_if_they_had_not_been_killed(settings: list[str], d
     (newest,) = copy.glob(f"checkpoints/{damaged}")
     newest.write_bytes(newest.read_bytes()[:-4096])
     done = train(tmp_path / "again", "fit", *TWO, *RUN, *settings)
-    assert done.stdout.count("is no whole checkpoint and is moved to") == 1
+    assert done.stdout.count("is damaged; moved to") == 1
     assert "step=00000007.ckpt, epoch 1, 16 of its 40 samples done" in done.stdout
     assert "continues from step 7" in done.stdout
     assert list(differences(outcome(copy), outcome(tmp_path / "whole/killed"))) == []

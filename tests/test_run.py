@@ -375,7 +375,7 @@ def test_a_torn_checkpoint_is_not_evaluated(capsys):
     best = run.path / "checkpoints" / "best-step=00000030.ckpt"
     best.write_bytes(b"torn")
     assert find_run("mine", None).checkpoint == str(newest)
-    assert f"warning: {best} is no whole checkpoint" in capsys.readouterr().out
+    assert f"warning: {best} is damaged" in capsys.readouterr().out
     older = checkpoint(run.path, 10, "best-step=00000010.ckpt")
     assert find_run("mine", None).checkpoint == str(older)
     for path in (newest, older):

@@ -13,7 +13,7 @@ from src.callbacks.breaker_rules import GRADIENT, LOSS, SKIPPED, BreakerSettings
 from src.callbacks.loss_scale import current_scale
 from src.checkpoint.choose import newest
 from src.checkpoint.put_aside import free_name, put_aside
-from src.checkpoint.save import save_in_front, saved_or_said
+from src.checkpoint.write import save_in_front, saved_or_said
 from src.errors import TrippedError, UserError
 
 TRIPPED, UNHEALTHY = "tripped", "unhealthy"  # folders in checkpoints/, where nothing looks for a state to go on from

@@ -1,6 +1,6 @@
-"""Refuses before the first step what would fail at the first save."""
+"""Refuse before the first step what would fail at the first save."""
 
-from lightning import Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from src.checkpoint.contents import refuse_unsafe
 from src.errors import AgreedError, UserError
 
-# Lightning's callbacks after which a resumed run is another one: why, and what to use instead (docs/callbacks.md).
+# Lightning's callbacks with which a resumed run differs: why, and what to use instead (docs/callbacks.md).
 NOT_RESUMABLE: dict[type[Callback], str] = {
     BatchSizeFinder: "it changes the batch size of the run; find it with `python -m src.batch_size`",
     GradientAccumulationScheduler: "it changes the global batch during the run, and a resume inside an epoch forgets "
@@ -30,13 +30,17 @@ NOT_RESUMABLE: dict[type[Callback], str] = {
 }
 
 
+def note_manual_optimization(module: LightningModule) -> None:
+    """Say what counts as a step where a module optimizes by itself."""
+    if module.global_rank == 0 and not module.automatic_optimization:
+        print(
+            "note: the module optimizes by itself: rows count batches, checkpoints and max_steps its optimizers' "
+            "steps; gradients that it keeps from one batch to the next are not saved"
+        )
+
+
 def refuse_callbacks(trainer: Trainer) -> None:
-    """One of Lightning's with which a run cannot be resumed exactly.
-
-    Raises:
-        AgreedError: why, and what to use instead.
-
-    """
+    """Refuse Lightning's callbacks with which a run cannot be resumed exactly."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, why in NOT_RESUMABLE.items():
             if isinstance(callback, kind):
@@ -46,16 +50,11 @@ def refuse_callbacks(trainer: Trainer) -> None:
 
 
 def refuse_writers(trainer: Trainer) -> None:
-    """A strategy or plugin whose files nobody here can check or go on from.
-
-    Raises:
-        AgreedError: what to use instead.
-
-    """
+    """Refuse strategies and plugins whose files cannot be checked or resumed from here."""
     strategy = trainer.strategy
     if isinstance(strategy, FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy):
         raise AgreedError(
-            f"{type(strategy).__name__} writes checkpoints of its own, which no run here goes on from exactly: use "
+            f"{type(strategy).__name__} writes checkpoints of its own, which no run here resumes from exactly: use "
             "--trainer.strategy fsdp_full_shard (or another fsdp_ name), or --trainer.enable_checkpointing false and "
             "a checkpoint callback of your own"
         )
@@ -67,12 +66,7 @@ def refuse_writers(trainer: Trainer) -> None:
 
 
 def refuse_state(trainer: Trainer) -> None:
-    """What a checkpoint of now would hold that no safe load takes. Collective, as saving is.
-
-    Raises:
-        AgreedError: where it is, and what to do.
-
-    """
+    """Refuse a state that no safe load would restore. Collective, as saving is."""
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     try:
         refuse_unsafe(checkpoint)

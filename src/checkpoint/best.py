@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from src.checkpoint.choose import score_inside
 from src.checkpoint.files import ours
-from src.checkpoint.save import SaveNewest, linked_or_said
+from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
+from src.checkpoint.write import linked_or_said
 
 
 class SaveBest(ModelCheckpoint):

@@ -1,21 +1,16 @@
-"""Which checkpoint to continue from or to evaluate: by the step inside the file, never by its name or date."""
+"""Choose the checkpoint to resume from or to evaluate: by the step inside the file, never by its name or date."""
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from src import exit_codes
-from src.checkpoint.files import fault, goes_on, kind_by_name, steps_inside, unreadable
+from src.checkpoint.files import fault, kind_by_name, resumable, steps_inside, why_damaged
 from src.checkpoint.put_aside import free_name
 from src.errors import UserError
 
 QUARANTINE = "quarantine"
-T = TypeVar("T")
-WAIT_SECONDS = 1.0  # before a file is read again that the disk has refused
 
 
 class NoWholeCheckpointError(UserError):
@@ -24,18 +19,12 @@ class NoWholeCheckpointError(UserError):
     exit_code = exit_codes.NO_CHECKPOINT
 
 
-class UnreadableError(NoWholeCheckpointError):
-    """Not one could be read, which may pass, as it does on file servers."""
-
-    exit_code = exit_codes.BUSY
-
-
 def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None:
-    """The whole checkpoint with the most steps, and that number; None where the folder holds no checkpoint file.
+    """Return the whole checkpoint with the most steps, and that number; None where the folder holds no checkpoint file.
 
-    The best by a metric may be of the middle of a step and count only where no other is whole, as do the files of a
-    user's own ModelCheckpoint; of these, one with weights alone is no checkpoint to go on from. A damaged file gives
-    way to the next, and is said.
+    The best by a metric may be of the middle of a step and counts only where no other is whole, as do the files of a
+    user's own ModelCheckpoint; of these, one with weights alone cannot be resumed from. A damaged file is passed over
+    with a warning. What the disk refuses to read raises OSError (exit code 75): an older state would lose work.
 
     Args:
         folder: of `*.ckpt` files
@@ -43,66 +32,36 @@ def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None
 
     Raises:
         NoWholeCheckpointError: there are files and none is whole; starting from scratch would bury the work.
-        UnreadableError: where the disk does not give them out, which says nothing of what is in them.
 
     """
-    files = sorted(folder.glob("*.ckpt"))
     steps: dict[Path, int] = {}
     damaged: dict[Path, str] = {}
-    for path in list(files):
+    for path in sorted(folder.glob("*.ckpt")):
         try:
-            if (done := _twice(path, _steps)) is None:
-                files.remove(path)
-            else:
-                steps[path] = done
+            if resumable(path):
+                steps[path] = steps_inside(path)
         except Exception as error:  # a torn file fails in many ways, none of which may stop the search
-            damaged[path] = f"{type(error).__name__}: {error}".splitlines()[0]
+            damaged[path] = why_damaged(error)
+    candidates = len(steps) + len(damaged)
     chosen = None
     for path in sorted(steps, key=lambda file: (kind_by_name(file) == "newest", steps[file]), reverse=True):
-        if reason := _twice(path, fault):
+        if reason := fault(path):
             damaged[path] = reason
         else:
             chosen = path
             break
-    refused = {path: reason for path in damaged if (reason := unreadable(path))}
     for path, reason in damaged.items():
-        if path in refused:
-            print(f"warning: {path} cannot be read right now and is passed over ({refused[path]})")
-            continue
-        away = _put_aside(path, quarantine and chosen is not None)
-        print(f"warning: {path} is no whole checkpoint and is {away} ({reason})")
-    if refused and chosen is None:
-        raise UnreadableError(f"{len(refused)} checkpoints in {folder} cannot be read right now, and no other is whole")
-    if files and chosen is None:
+        away = _move_aside(path) if quarantine and chosen is not None else "passed over"
+        print(f"warning: {path} is damaged; {away} ({reason})")
+    if candidates and chosen is None:
         raise NoWholeCheckpointError(
-            f"none of the {len(files)} checkpoints in {folder} is whole, so this run cannot go on; "
+            f"none of the {candidates} checkpoints in {folder} is whole, so this run cannot be resumed; "
             "another --run name starts anew"
         )
     return None if chosen is None else (chosen, steps[chosen])
 
 
-def _steps(path: Path) -> int | None:
-    """Steps inside; None in a file that nothing goes on from."""
-    return steps_inside(path) if goes_on(path) else None
-
-
-def _twice(path: Path, look: Callable[[Path], T]) -> T:
-    """What a look at a file gives, or a second one where that fails: what a disk refuses may pass."""
-    try:
-        found = look(path)
-        failed = look is fault and found is not None
-    except Exception:  # a torn file fails in many ways
-        failed = True
-    if not failed:
-        return found
-    if path.exists() and unreadable(path):
-        time.sleep(WAIT_SECONDS)
-    return look(path)
-
-
-def _put_aside(path: Path, quarantine: bool) -> str:
-    if not quarantine:
-        return "passed over"
+def _move_aside(path: Path) -> str:
     folder = path.parent / QUARANTINE
     try:
         folder.mkdir(exist_ok=True)
@@ -113,7 +72,7 @@ def _put_aside(path: Path, quarantine: bool) -> str:
 
 
 def score_inside(path: Path, callback: str) -> torch.Tensor | None:
-    """The best score that the callback of this state key knew when it wrote `path`; None where there is none."""
+    """Return the best score in the state of the callback with this key; None where there is none."""
     if fault(path):
         return None
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("callbacks", {}).get(callback, {})

@@ -1,8 +1,7 @@
-"""What each rank alone knows and a checkpoint must bring back: random numbers, and an epoch's sums so far."""
+"""Save and restore what each rank alone knows: random numbers, and an epoch's sums of metrics so far."""
 
 import builtins
 import dataclasses
-import functools
 import random
 from typing import Any, Protocol
 
@@ -13,15 +12,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import Metric
 
-BOTH = {"max": torch.maximum, "min": torch.minimum}  # how two parts of a logged metric come together, if not by adding
-REDUCTIONS: dict[str, Any] = {  # torchmetrics' own, by their names
-    "dim_zero_sum": lambda values: values.sum(0),
-    "dim_zero_mean": lambda values: values.mean(0),
-    "dim_zero_max": lambda values: values.amax(0),
-    "dim_zero_min": lambda values: values.amin(0),
-    "dim_zero_cat": lambda values: values.flatten(0, 1) if values.dim() > 1 else values,
-}
-
 KEPT = {"fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"}  # of Lightning's _Metadata
 KEPT |= {"add_dataloader_idx", "dataloader_idx", "metric_attribute"}
 
@@ -30,13 +20,13 @@ class Keeper(Protocol):
     """Something with a state of its own on every rank."""
 
     def rank_state(self) -> Any:
-        """Tensors and plain types."""
+        """Return the state: tensors and plain types."""
 
     def load_rank_state(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore a state."""
 
     def merge(self, states: list[Any], rank: int) -> Any:
-        """What `rank` goes on from where there were other ranks, with `states`; None: from nothing."""
+        """Return the state that `rank` restores from those of another number of ranks; None: none."""
 
 
 class RandomNumbers:
@@ -68,7 +58,7 @@ class RandomNumbers:
             torch.cuda.set_rng_state(state["cuda"].cpu(), self.device)
 
     def merge(self, states: list[Any], rank: int) -> Any:
-        """A rank that was not there before keeps the seed of its own."""
+        """Restore the same rank's; a new rank keeps its own seed."""
         return states[rank] if rank < len(states) else None
 
 
@@ -92,15 +82,15 @@ class CallbackMetrics:
 
 
 class EpochMetrics:
-    """What `self.log` and torchmetrics have added up in the epoch so far, and logged last; Lightning saves neither."""
+    """What `self.log` and torchmetrics have added up in the epoch so far, and logged last. Lightning saves neither."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer = trainer
         self.results = trainer.fit_loop.epoch_loop._results
-        self.metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+        self.metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
 
     def rank_state(self) -> dict[str, Any]:  # noqa: D102
-        # What was logged before the first batch is logged again: the epoch's start is gone through again.
+        # What was logged before the first batch is logged again, as the epoch's start is repeated.
         begun = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0
         logged = {
             key: part for key, part in self.results.items() if part.update_called and part.meta.sync.group is None
@@ -111,10 +101,10 @@ class EpochMetrics:
         }
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Make the entries at once: a key that is logged in some batches only may not come again."""
+        """Restore the entries before the first batch: a key that is logged in some batches only may not come again."""
         results = state.get("results", {})
         begun = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0
-        # A ModelCheckpoint of the user's may save when an epoch's sums are there still, and the next begins without.
+        # A user's ModelCheckpoint may save at an epoch's end, when its sums still exist; the next epoch begins without.
         over = set() if begun else {entry["meta"]["metric_attribute"] for entry in results.values()}
         for name, values in state["metrics"].items():
             if name in self.metrics and name not in over:
@@ -129,7 +119,7 @@ class EpochMetrics:
         if entry["values"] is None and metric is None:
             return
         reduce = getattr(builtins if entry["builtin"] else torch, entry["reduce"])
-        meta = _Remembered(**entry["meta"], reduce_fx=reduce)
+        meta = _Metadata(**entry["meta"], reduce_fx=reduce)
         should, zero_only = entry["sync"]
         meta.sync = _Sync(self.trainer.strategy.reduce, should, zero_only)
         part = _ResultMetric(meta, is_tensor=entry["values"] is not None)
@@ -142,52 +132,20 @@ class EpochMetrics:
         self.results[key] = part
 
     def merge(self, states: list[Any], rank: int) -> Any:
-        """Rank 0 goes on with what all have added up; the others have the same entries, as reducing is collective."""
-        results, metrics = [state.get("results", {}) for state in states], [state["metrics"] for state in states]
-        together: dict[str, Any] = {"results": {}, "metrics": {}}
-        for key in {key: None for part in results for key in part}:
-            parts = [part[key] for part in results if key in part]
-            together["results"][key] = parts[0] | {"values": _added(parts, rank)}
-        for key in {key: None for part in metrics for key in part} & self.metrics.keys() if rank == 0 else ():
-            reductions = self.metrics[key]._reductions
-            found = [part[key] for part in metrics if key in part]
-            together["metrics"][key] = {
-                name: _together(reductions[name], [part[name] for part in found]) for name in found[0]
-            }
-        return together
+        """Begin without sums: the means of this epoch are those of its remaining steps."""
 
 
-class _Remembered(_Metadata):
-    """How a key was logged before this start. Lightning refuses a call that differs from it.
-
-    Whether ranks are put together depends on how many there are, so the first call of this start decides that.
-    """
-
-    __hash__ = None  # type: ignore[assignment]  # as a dataclass's
-
-    def __eq__(self, other: object) -> bool:
-        names = [field.name for field in dataclasses.fields(self) if field.name != "_sync"]
-        same = isinstance(other, _Metadata) and all(getattr(self, name) == getattr(other, name) for name in names)
-        if same:
-            self._sync = other._sync  # type: ignore[attr-defined]
-        return same
-
-
-def _added(entries: list[dict[str, Any]], rank: int) -> dict[str, Any] | None:
-    """The values of one logged key on all ranks: together on rank 0, on the others what changes nothing."""
-    values = [entry["values"] for entry in entries]
-    if values[0] is None:
-        return None
-    reduce = entries[0]["reduce"]
-    if rank:
-        nothing = {"max": -float("inf"), "min": float("inf")}.get(reduce, 0)
-        return {name: torch.full_like(value, nothing) for name, value in values[0].items()}
-    both = BOTH.get(reduce, torch.add)
-    return {name: functools.reduce(both, [part[name] for part in values]) for name in values[0]}
+def every_runs_keepers(trainer: Trainer, module: LightningModule) -> dict[str, Keeper]:
+    """Return what keeps the state that every run has on each rank, by name."""
+    return {
+        "random": RandomNumbers(trainer.strategy.root_device),
+        "metrics": EpochMetrics(trainer, module),
+        "callback_metrics": CallbackMetrics(trainer),
+    }
 
 
 def _entry(part: _ResultMetric) -> dict[str, Any]:
-    """A logged key: how it was logged, what it has added up, and its value of the last batch."""
+    """Return of a logged key how it was logged, what it has added up, and its value of the last batch."""
     meta, last = part.meta, part._forward_cache
     return {
         "meta": {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta) if field.name in KEPT},
@@ -197,15 +155,6 @@ def _entry(part: _ResultMetric) -> dict[str, Any]:
         "values": _values(part) if part.is_tensor else None,
         "last": last.detach().cpu().clone() if isinstance(last, Tensor) else None,
     }
-
-
-def _together(reduction: Any, values: list[Any]) -> Any:
-    """One rank's state of a torchmetrics metric in place of many; what it cannot add up is the first rank's."""
-    if isinstance(values[0], list):
-        return [item for value in values for item in value]
-    if reduction is None or getattr(reduction, "__name__", "") not in REDUCTIONS:
-        return values[0]
-    return REDUCTIONS[reduction.__name__](torch.stack(values))
 
 
 def _values(metric: Metric) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""When the newest state is saved: every N steps, every T minutes, at an epoch's end, at a signal; on all ranks."""
+"""Decide on all ranks when the newest state is saved: every N steps or T minutes, at an epoch's end, at a signal."""
 
 import math
+import sys
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +10,7 @@ from lightning import Trainer
 
 from src import signals
 from src.errors import UserError
-from src.pace import Pace
+from src.pace import Pace, largest
 
 AGREE_SECONDS = 2.0  # between two questions of the ranks, each of a millisecond on slow CPUs (benchmarks/measured.md)
 
@@ -65,9 +66,9 @@ class CheckpointSettings:
 
 
 class Schedule:
-    """Says when a save is due, and when this start must stop: it has had its time, or a signal has come to any rank.
+    """Decide when a save is due, and when this start must stop: its time is over, or a signal has come to any rank.
 
-    The clock is rank 0's. All learn of it, and of signals, about every two seconds (`Pace`).
+    The clock is rank 0's. All ranks learn of it, and of signals, about every two seconds (`Pace`).
 
     Args:
         settings: when to save
@@ -81,34 +82,52 @@ class Schedule:
         self._between = math.inf if settings.every_n_minutes is None else settings.every_n_minutes * 60
         self._limit = math.inf if limit is None else limit
         self._pace = Pace(min(AGREE_SECONDS, self._between / 10, self._limit / 10))
+        self._validation_pace = Pace(AGREE_SECONDS)
+        self._batch = self._common_batches = 0  # of a validation
         self.stop: str | None = None  # max_time, or the signal's name
 
     def begin(self, trainer: Trainer) -> None:
-        """Training starts, with the state that it has."""
+        """Start the clocks; the state that training begins with needs no save."""
         self._begun, self.stop, self._seen = time.monotonic(), None, -1
         self.saved(trainer)
         self._pace.begin(trainer.global_step)
 
     def saved(self, trainer: Trainer) -> None:
-        """The state of now is on disk, or it is the one that training begins with."""
+        """Note that the state of this step is saved."""
         self.step, self._epoch, self._up = trainer.global_step, trainer.current_epoch, False
         self._clock = time.monotonic()
         self._pace.begin(self.step, later=1)
 
     def due(self, trainer: Trainer) -> bool:
-        """Whether the state between two steps is to be saved. Collective at the steps that all have agreed on."""
+        """Return whether to save the state between two steps. Collective at the steps that all have agreed on."""
         step = trainer.global_step
         if step == self._seen:  # within a step, of which a batch may be a part only
             return False
         self._seen = step
         if self._pace.due(trainer, step):
-            self.ask(trainer, self._pace, step)
+            self._ask(trainer, self._pace, step)
         if step <= self.step:
             return False
         new_epoch = self._every_epoch and trainer.current_epoch > self._epoch
         return self._up or bool(self.stop) or new_epoch or any(step // n > self.step // n for n in self._every)
 
-    def ask(self, trainer: Trainer, pace: Pace, count: int) -> None:
+    def begin_validation(self, trainer: Trainer) -> None:
+        """Count a validation's batches, as far as every rank has them: one that has none left would not answer."""
+        count = sum(trainer.num_val_batches)
+        unknown = sys.maxsize if trainer.world_size == 1 else 0  # each rank may have another number
+        self._common_batches = -largest([-int(count) if math.isfinite(count) else -unknown], trainer)[0]
+        self._batch = 0
+        self._validation_pace.begin(0)
+
+    def signal_in_validation(self, trainer: Trainer) -> bool:
+        """Return whether a signal asks to stop before this batch. Collective at the batches that all have agreed on."""
+        batch, self._batch = self._batch, self._batch + 1
+        if batch >= self._common_batches or not self._validation_pace.due(trainer, batch):
+            return False
+        self._ask(trainer, self._validation_pace, batch)
+        return self.stop not in (None, "max_time")
+
+    def _ask(self, trainer: Trainer, pace: Pace, count: int) -> None:
         """Learn what rank 0's clock says and what signals have come. Collective."""
         now = time.monotonic()
         clock = [int(now - self._clock >= self._between), int(now - self._begun >= self._limit)]

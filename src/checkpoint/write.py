@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
@@ -190,6 +191,40 @@ def _plainly(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a folder that is gone
             free = shutil.disk_usage(folder).free
         raise (OSError("no space left on the disk") if free < FULL else error) from None
+
+
+def save_in_front(trainer: Trainer, path: Path) -> Exception | None:
+    """Save while training waits; return what went wrong, on the rank that writes. Collective.
+
+    A user's own CheckpointIO raises by itself.
+    """
+    files = trainer.strategy.checkpoint_io
+    if not isinstance(files, WholeFiles):
+        trainer.save_checkpoint(path)
+        return None
+    trainer.save_checkpoint(path, storage_options=IN_FRONT)
+    return files.error
+
+
+def saved_or_said(path: Path, step: int, error: Exception | None) -> bool:
+    """Return whether a new checkpoint is whole, and warn where it is not. For the rank that writes."""
+    try:
+        reason = error or fault(path)
+    except OSError as refused:  # the disk does not give out what was written
+        reason = refused
+    if reason:
+        print(f"warning: step {step} could not be saved ({reason}); older checkpoints stay", flush=True)
+    return not reason
+
+
+def linked_or_said(path: Path, other: Path) -> bool:
+    """Give a saved state another name; return whether that worked, and warn where not. For the rank that writes."""
+    try:
+        give_name(path, other)
+    except OSError as error:
+        print(f"warning: {path} could not be kept as {other.name} ({error})", flush=True)
+        return False
+    return True
 
 
 def give_name(path: Path, other: Path) -> None:

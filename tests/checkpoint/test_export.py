@@ -153,7 +153,7 @@ def test_the_newest_the_best_or_a_step(run_root: Path, tmp_path: Path, capsys: p
     out = tmp_path / "net.pt"
     for choice, value in (([], 9), (["--best"], 7), (["--step", "5"], 5)):
         assert main(["export", "mine", *choice, str(out), "--force"]) == 0
-        assert ("step=00000099.ckpt is no whole checkpoint" in capsys.readouterr().out) == (choice == [])
+        assert ("step=00000099.ckpt is damaged" in capsys.readouterr().out) == (choice == [])
         assert load(out)["w"].item() == value
     assert main(["export", str(best), str(out), "--force"]) == 0
     assert load(out)["w"].item() == 7

@@ -99,7 +99,7 @@ def test_damage_is_found_and_the_one_before_is_taken(
     assert newest(saved.parent, quarantine=True) == (saved, 7)
     assert not broken.exists()
     assert (saved.parent / "quarantine" / broken.name).read_bytes() == content
-    assert f"{broken} is no whole checkpoint and is moved to {saved.parent / 'quarantine'}" in capsys.readouterr().out
+    assert f"{broken} is damaged; moved to {saved.parent / 'quarantine'}" in capsys.readouterr().out
     assert newest(saved.parent, quarantine=True) == (saved, 7)
 
 

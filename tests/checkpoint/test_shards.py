@@ -82,7 +82,7 @@ def test_one_bad_part_is_a_damaged_checkpoint(
     assert f"shards/{part.name}, a part of it" in reason
     assert said in reason
     assert newest(tmp_path, quarantine=True) == (tmp_path / "step=00000002.ckpt", 2)
-    assert "is moved to" in capsys.readouterr().out
+    assert "damaged; moved to" in capsys.readouterr().out
     clear_temporary(tmp_path)  # as the next start does: what was put aside keeps the parts it has
     assert part_path(last, "aaaa", 0, 2).exists()
 

@@ -153,7 +153,7 @@ def test_status_says_what_a_restart_does_again(run_root: Path, capsys: pytest.Ca
     assert lines["checkpoint"].strip().startswith("step 150, epoch 15, ")
     assert lines["lost"].strip() == "38 steps to be done again"
     assert lines["error"].strip() == "RuntimeError: two lines"
-    assert "step=00000180.ckpt is no whole checkpoint" in lines["note"]
+    assert "step=00000180.ckpt is damaged" in lines["note"]
     assert lines["continue"].strip() == "python -m src.cli fit --run mine"
     told = json.loads(said(capsys, "status", "mine", "--json"))
     assert (told["state"], told["steps_lost"], told["sign_of_life"]) == ("crashed", 38, 1704067200.0)

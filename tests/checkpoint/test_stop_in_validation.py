@@ -1,4 +1,4 @@
-"""A signal in a validation: the state before it is saved, and the next start makes that validation."""
+"""A signal in a validation: the state before it is saved, and the next start runs that validation."""
 
 import re
 from collections.abc import Iterator
@@ -25,6 +25,15 @@ WAYS = {
     "plain": [],
     "plateau": ["--model.plateau", "true"],
     "averaged": ["--trainer.callbacks+", "src.callbacks.ema.EMA", "--trainer.callbacks.decay", "0.5"],
+    "stopping early": [
+        *(
+            "--trainer.callbacks+",
+            "lightning.pytorch.callbacks.EarlyStopping",
+            "--trainer.callbacks.monitor",
+            "val/own",
+        ),
+        *("--trainer.callbacks.patience", "7", "--trainer.callbacks.min_delta", "9"),
+    ],
     "accumulating": ["--micro_batch_size", "2"],
     "by itself": ["--model", "tests.signalled.ByItself", "--trainer.gradient_clip_val", "null"],
     "without a length": [
@@ -56,10 +65,26 @@ def signalled(folder: Path, *places: str) -> list[str]:
     return [*SIGNALLED, "--model.folder", str(folder), "--model.places", str(list(places))]
 
 
+def judged(run: Path) -> tuple[list[str], list[Any]]:
+    """The names of the best files, and what callbacks have counted in validations."""
+    newest = sorted(run.glob("checkpoints/step=*.ckpt"))[-1]
+    callbacks = torch.load(newest, weights_only=True, map_location="cpu")["callbacks"]
+    counted = [
+        state.get(name)
+        for key, state in callbacks.items()
+        if key.startswith(("EarlyStopping", "SaveBest"))
+        for name in ("wait_count", "stopped_epoch", "best_score", "best_model_score")
+    ]
+    return [path.name for path in run.glob("checkpoints/best-*.ckpt")], counted
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_a_validation_that_was_cut_off_is_made_by_the_next_start(way: str, run_root: Path, tmp_path: Path) -> None:
-    """In the middle of an epoch, at its end and after the last step: weights and rows as if no signal had come."""
-    whole = outcome(fit(run_root, "whole", *signalled(tmp_path), *WAYS[way]))
+def test_a_validation_that_a_signal_ended_is_run_by_the_next_start(way: str, run_root: Path, tmp_path: Path) -> None:
+    """In the middle of an epoch, at its end and after the last step: weights and rows as if no signal had come.
+
+    So are the best state and what callbacks have counted: no validation counts twice.
+    """
+    whole = fit(run_root, "whole", *signalled(tmp_path), *WAYS[way])
     command = ["fit", *CPU, *signalled(tmp_path, "validate 4 1", "validate 6 2", "validate 14 0"), *WAYS[way]]
     for step in (4, 6, 14):
         assert main([*command, "--run", "cut"]) == exit_codes.STOPPED
@@ -68,7 +93,8 @@ def test_a_validation_that_was_cut_off_is_made_by_the_next_start(way: str, run_r
         assert (content["global_step"], content[PENDING]) == (step, True)
         assert rows(run_root / "cut")[-1]["val/own"] == ""
     assert main([*command, "--run", "cut"]) == 0
-    assert list(differences(outcome(run_root / "cut"), whole)) == []
+    assert list(differences(outcome(run_root / "cut"), outcome(whole))) == []
+    assert judged(run_root / "cut") == judged(whole)
 
 
 def test_a_stopped_run_says_so(run_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
