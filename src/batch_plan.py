@@ -1,7 +1,7 @@
 """Global batch = micro batch × accumulation × world size.
 
 `global_batch_size` is the setting; how it is spread over devices and time follows from the machine, so one experiment
-means the same on 1, 2, 4 or 16 devices. Without PyTorch, as the launcher says the same before it submits.
+means the same on 1, 2, 4 or 16 devices. Imports no PyTorch: the launcher checks the batch before it submits.
 """
 
 import math
@@ -20,12 +20,12 @@ class BatchPlan:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per optimizer step, over all devices."""
+        """Return the samples per optimizer step, over all devices."""
         return self.share * self.world_size
 
     @property
     def share(self) -> int:
-        """Samples per optimizer step on one device."""
+        """Return the samples per optimizer step on one device."""
         return self.micro_batch_size * self.accumulation
 
     def __str__(self) -> str:
@@ -41,12 +41,7 @@ def plan_batches(
     micro_batch_size: int | None = None,
     accumulation: int | None = None,
 ) -> BatchPlan | None:
-    """Derive what is not given. None means "not given"; with neither batch size there is no plan and None returns.
-
-    Raises:
-        UserError: the numbers contradict each other or leave a remainder; the text lists sizes that fit.
-
-    """
+    """Derive the settings that are None; return None if neither batch size is given."""
     given = {
         "global_batch_size": global_batch_size,
         "micro_batch_size": micro_batch_size,
@@ -101,5 +96,5 @@ def _accumulation(global_batch_size: int, micro_batch_size: int, world_size: int
 
 
 def divisors(number: int) -> list[int]:
-    """Those of a positive number, the smallest first."""
+    """Return the divisors of a positive number in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,4 +1,4 @@
-"""The loader that keeps the global batch: step k trains on the same samples on 1, 2, 4 or 16 devices."""
+"""A loader that keeps the global batch: step k trains on the same samples on 1, 2, 4 or 16 devices."""
 
 import functools
 import math
@@ -15,9 +15,7 @@ from src.cpus import usable_cpus
 from src.errors import UserError
 from src.seeding import SeededSamples, epoch_seed
 
-WORKER_CAP = 8  # more workers than this per rank have not helped a loader that 8 could not feed
-
-
+WORKER_CAP = 8  # per rank; more have not helped a loader that 8 could not feed
 # Settings of the Trainer that count batches: Lightning means micro batches, a configuration means global ones.
 COUNTED = (
     "val_check_interval",
@@ -30,7 +28,7 @@ COUNTED = (
 
 
 def in_micro_batches(settings: Mapping[str, Any], accumulation: int) -> dict[str, int]:
-    """The Trainer's counts of batches (integers; fractions stay) times the accumulation.
+    """Return the Trainer's counts of batches (integers; fractions stay) times the accumulation.
 
     So "validate every 100 batches, on 50" is every 100 optimizer steps on 50 × global_batch_size samples everywhere.
     """
@@ -39,11 +37,11 @@ def in_micro_batches(settings: Mapping[str, Any], accumulation: int) -> dict[str
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """This rank's part of every micro step: the order is a function of (seed, epoch) and of nothing else.
+    """This rank's part of every micro step; the order is a function of (seed, epoch) and of nothing else.
 
     The order of the whole data set is cut into chunks of `micro_batch_size × world_size`; each chunk is split over the
     ranks. A global batch is `accumulation` chunks in a row, so its samples do not depend on how it is spread. The last
-    chunk of an epoch may be smaller and is split as evenly as it goes. Every sample is drawn exactly once per epoch.
+    chunk of an epoch may be smaller and is split as evenly as possible. Every sample is drawn exactly once per epoch.
 
     Ranks of a training loader always get the same number of batches, because gradients are reduced in each of them: a
     rank without a sample of its own in the last chunk repeats one with share 0 (see `weight`). In evaluation such a
@@ -58,37 +56,37 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.size, self.micro_batch_size, self.train, self.seed = size, micro_batch_size, train, seed
         self.rank, self.world_size, self.epoch = rank, world_size, 0
         self.shuffle = train
-        self.start = 0  # the first chunk of the next iteration; a resumed run goes on in the middle of an epoch
+        self.start = 0  # the first chunk of the next iteration, after a resume in the middle of an epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order; Lightning calls this before each epoch."""
+        """Set the epoch, which decides the order; Lightning calls this before each epoch."""
         self.epoch = epoch
 
     @property
     def chunk(self) -> int:
-        """Samples that all ranks together take in one micro step."""
+        """Return the samples that all ranks together take in one micro step."""
         return self.micro_batch_size * self.world_size
 
     def _chunk_size(self, index: int) -> int:
         return min(self.chunk, self.size - index * self.chunk)
 
     def _bounds(self, index: int, rank: int) -> tuple[int, int]:
-        """This rank's part of chunk `index`, as positions inside the chunk."""
+        """Return a rank's part of chunk `index`, as positions inside the chunk."""
         size = self._chunk_size(index)
         return size * rank // self.world_size, size * (rank + 1) // self.world_size
 
     def samples(self, batch_idx: int) -> int:
-        """How many samples of this rank's batch count."""
+        """Return how many samples of this rank's batch count: 0 for filler."""
         start, stop = self._bounds(batch_idx, self.rank)
         return stop - start
 
     def weight(self, batch_idx: int, accumulation: int) -> float:
-        """What this rank's mean loss must be multiplied with so that the step's gradient is the mean over its samples.
+        """Return the factor for this rank's mean loss that makes the step's gradient the mean over its samples.
 
         Lightning divides each loss by `accumulation` and averages gradients over ranks, which is right for full global
         batches (weight 1) and wrong for an epoch's last, smaller one.
         """
-        batch_idx %= len(self)  # beside a longer loader this one begins again
+        batch_idx %= len(self)  # a CombinedLoader repeats this one beside a longer loader
         first = batch_idx // accumulation * accumulation * self.chunk
         global_batch = min(accumulation * self.chunk, self.size - first)
         return self.samples(batch_idx) * self.world_size * accumulation / global_batch
@@ -189,28 +187,23 @@ class GlobalBatchLoader:
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where in the epoch it is, in samples of all ranks; Lightning keeps it in the checkpoint."""
+        """Return the position in the epoch, in samples of all ranks; Lightning keeps it in the checkpoint."""
         done = self._done if self._done_in == self.sampler.epoch else 0
         samples = min(done * self.sampler.chunk, self.sampler.size)
         return {"epoch": self.sampler.epoch, "samples": samples, "size": self.sampler.size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on there, if that epoch is not over.
-
-        Raises:
-            UserError: the data set is shorter than that.
-
-        """
+        """Continue from that position, if its epoch is not over."""
         before, samples = state.get("size", self.sampler.size), state["samples"]
         if samples > self.sampler.size:
             raise UserError(
-                f"the data set has {self.sampler.size} samples, and the checkpoint is behind sample {samples} of the "
-                f"{before} it had: give the run its data back, or start another one (--fresh)"
+                f"the data set has {self.sampler.size} samples, and the checkpoint is at sample {samples} of {before}: "
+                "give the run its data back, or start another one (--fresh)"
             )
         if before != self.sampler.size:
             rank_zero_only(print)(
                 f"note: the data set had {before} samples and has {self.sampler.size} now: samples of this epoch may "
-                "come again or be left out"
+                "be repeated or left out"
             )
             samples = 0 if samples == before else samples  # that epoch was over
         self._resumed = self._done_in = state["epoch"]
@@ -227,9 +220,8 @@ def training_loaders(trainer: Trainer) -> list[Any]:
 def stop_workers(loaders: Any) -> None:
     """End the worker processes of `loaders` (one, a list or a dictionary of loaders) now.
 
-    PyTorch registers, for persistent workers with pinned memory, an exit handler that waits 5 seconds for each worker
-    without telling it to stop: a finished job on an H100, 8 workers for training and 8 for validation, was still there
-    20 s later, when a time limit ended it; stopped here, it leaves at once.
+    For persistent workers with pinned memory PyTorch's exit handler waits 5 seconds for each worker without telling it
+    to stop: a finished job with 16 workers was still there 20 s later.
     """
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
@@ -244,7 +236,7 @@ def stop_workers(loaders: Any) -> None:
 
 
 def loader_workers(requested: int | None, local_ranks: int, on_cpu: bool) -> int:
-    """Loader processes per rank: as asked, else this rank's share of the CPUs less one for training itself.
+    """Return the loader processes per rank: as asked, else this rank's share of the CPUs less one for training itself.
 
     Training on the CPU needs the cores itself, so the default is none there.
     """

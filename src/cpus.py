@@ -1,8 +1,8 @@
-"""How many CPUs there are for us."""
+"""The CPUs that this process may use."""
 
 import os
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may run on: a Slurm job's share, not the whole node."""
+    """Return the number of CPUs that this process may run on: a Slurm job's share, not the whole node."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What the configuration asks for against what is here: never fewer devices than asked, never in silence."""
+"""Check the devices that a configuration asks for against those of this machine, and find who started the processes."""
 
 import os
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def world_size(self) -> int:
-        """Number of processes over all nodes."""
+        """Return the number of processes over all nodes."""
         return self.num_nodes * self.devices
 
     def __str__(self) -> str:
@@ -39,12 +39,7 @@ class Shape:
 
 
 def read_shape(accelerator: str, num_nodes: int, devices: int | str | list[int]) -> Shape:
-    """Turn the Trainer's three settings into numbers (`auto` and -1 mean all GPUs of this machine, one CPU process).
-
-    Raises:
-        UserError: a value that means nothing, or an accelerator other than auto, cpu, gpu, cuda.
-
-    """
+    """Turn the Trainer's three settings into numbers (`auto` and -1 mean all GPUs of this machine, one CPU process)."""
     if accelerator not in ("auto", "cpu", "gpu", "cuda"):
         raise UserError(f"trainer.accelerator {accelerator!r} is not supported; use auto, cpu or gpu")
     if accelerator == "auto":
@@ -73,30 +68,26 @@ def read_shape(accelerator: str, num_nodes: int, devices: int | str | list[int])
 
 
 def check_shape(shape: Shape, configs: list[str], config_folder: Path) -> None:
-    """Refuse a shape that this machine does not have.
-
-    Raises:
-        UserError: what was asked, what is here, which shapes run here, how to send this one to a cluster.
-
-    """
+    """Refuse a shape that this machine does not have."""
     gpus = torch.cuda.device_count()
     if shape.accelerator == "cpu":
         return
     beyond = [index for index in shape.indices or () if index >= gpus]
     if gpus >= shape.devices and not beyond:
         return
-    asker = next((name for name in reversed(configs) if shape_label(name) not in (None, "cpu")), "the configuration")
+    asker = next((name for name in reversed(configs) if shape_label(name) not in (None, "cpu")), None)
     wanted = f"GPU {beyond[0]}" if beyond else str(shape)
-    options = " ".join(f"--config {asker}" for _ in [0] if asker != "the configuration")
+    options = f" --config {asker}" if asker else ""
+    source = asker or "the configuration"
     raise UserError(
-        f"{asker} asks for {wanted}; this machine has {gpus} GPU{'' if gpus == 1 else 's'} and {usable_cpus()} CPUs. "
+        f"{source} asks for {wanted}; this machine has {gpus} GPU{'' if gpus == 1 else 's'} and {usable_cpus()} CPUs. "
         f"Runs here: {', '.join(runnable_shapes(config_folder, gpus))}. On a cluster: srun --nodes={shape.num_nodes} "
-        f"--ntasks-per-node={shape.devices} --gpus-per-node={shape.devices} python -m src.cli fit {options}".rstrip()
+        f"--ntasks-per-node={shape.devices} --gpus-per-node={shape.devices} python -m src.cli fit{options}"
     )
 
 
 def runnable_shapes(config_folder: Path, gpus: int) -> list[str]:
-    """The shapes in `config_folder` that one machine with this many GPUs can run."""
+    """Return the shapes in `config_folder` that one machine with this many GPUs can run."""
     names = []
     for path in sorted(config_folder.glob("*.yaml")):
         trainer = (yaml.safe_load(path.read_text()) or {}).get("trainer") or {}
@@ -109,13 +100,13 @@ def runnable_shapes(config_folder: Path, gpus: int) -> list[str]:
 
 
 def shape_label(config: str) -> str | None:
-    """The card type in a shape's file name: `a100` for configs/a100_n1_gpu4.yaml, None for other files."""
+    """Return the card type in a shape's file name: `a100` for configs/a100_n1_gpu4.yaml, None for other files."""
     stem = Path(config).stem
     return stem.split("_")[0] if "_gpu" in stem or stem.startswith("cpu") else None
 
 
 def other_card_note(configs: list[str], cards: list[Card]) -> str | None:
-    """A note where the file's name says another card than the machine has: the name is only a label."""
+    """Return a note if the file's name has another card than the machine: the name is only a label."""
     labels = [label for label in map(shape_label, configs) if label and label != "cpu"]
     if not labels or not cards or labels[-1] in cards[0].name.lower():
         return None
@@ -123,7 +114,7 @@ def other_card_note(configs: list[str], cards: list[Card]) -> str | None:
 
 
 def local_cards(shape: Shape) -> list[Card]:
-    """The GPUs that this node gives to the run; empty on a CPU."""
+    """Return the GPUs that this node gives to the run; empty on a CPU."""
     if shape.accelerator == "cpu":
         return []
     indices = shape.indices or range(min(shape.devices, torch.cuda.device_count()))
@@ -135,14 +126,10 @@ CHILD = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") 
 
 
 def process_environment(shape: Shape) -> ClusterEnvironment:
-    """Who started the processes: torchrun, srun, or Lightning itself; checked against the shape.
+    """Return the environment of whoever started the processes: torchrun, srun or Lightning; checked against the shape.
 
-    A world that is smaller than asked would train without an error (seen with Slurm variables but no `srun`), so the
-    count that the launcher announces must be the shape's.
-
-    Raises:
-        UserError: the launcher started another number of processes than the shape has.
-
+    A smaller world than asked for would train without an error (seen with Slurm variables but no `srun`), so the count
+    that the launcher announces must be the shape's.
     """
     if TorchElasticEnvironment.detect():
         world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -185,7 +172,7 @@ def _refuse_left_over(shape: Shape) -> None:
 
 
 def srun_layout() -> list[int]:
-    """Tasks on each node of the srun step that this process is in; [] outside of one, also in a batch script's shell.
+    """Return the tasks on each node of the srun step of this process; [] outside of one, as in a batch script.
 
     Slurm writes them as `2(x3),1`; without `--ntasks-per-node` it may well put 3 and 1 tasks on two nodes.
     """

@@ -1,4 +1,4 @@
-"""Which precision this hardware should use, and why."""
+"""Choose the precision for this hardware."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Precision:
-    """A Lightning precision name, the reason for it, and a warning where it will cost."""
+    """A Lightning precision name, the reason for it, and a warning if it is slow here."""
 
     value: str
     reason: str
@@ -37,10 +37,6 @@ def resolve_precision(requested: str | int, cards: list[Card]) -> Precision:
 
     `torch.cuda.is_bf16_supported()` is no guide: it answers True on a V100, which only emulates bf16 (its default is
     `including_emulation=True`, see torch/cuda/__init__.py).
-
-    Raises:
-        UserError: unknown name, cards of different kinds, or fp16 autocast on a CPU.
-
     """
     asked = ALIASES.get(str(requested), str(requested))
     if asked not in CHOICES:
@@ -63,7 +59,7 @@ def resolve_precision(requested: str | int, cards: list[Card]) -> Precision:
 
 
 def low_note(precision: str) -> str | None:
-    """What is of 16 bits under a `true` precision of 16 bits, which mixed precision keeps in 32; None elsewhere."""
+    """Return a note on what a `true` precision of 16 bits loses, which mixed precision keeps in fp32; else None."""
     kind, _, extent = precision.partition("-")
     if extent != "true" or "16" not in kind:
         return None
@@ -86,12 +82,7 @@ def _automatic(cards: list[Card]) -> Precision:
 
 
 def refuse_mixed_cards(names: list[str]) -> None:
-    """One job, one kind of card: the slowest sets the pace and `auto` would differ between ranks.
-
-    Raises:
-        UserError: with the list of what was found.
-
-    """
+    """Refuse cards of several kinds in one job: the slowest sets the pace, and `auto` would differ between ranks."""
     kinds = sorted(set(names))
     if len(kinds) > 1:
         found = ", ".join(f"{names.count(kind)} × {kind}" for kind in kinds)
@@ -115,9 +106,9 @@ class BF16Mixed(MixedPrecision):
 def keep_scale_on_host(plugin: Plugin) -> None:
     """Keep the loss scale in the host's memory, for gradients that are there.
 
-    A GradScaler has it where the loss is, and divides gradients that are elsewhere by a copy for which it does not wait
+    A GradScaler keeps it on the loss's device and divides gradients on another one by a copy for which it does not wait
     (`_MultiDeviceReplicator` of torch 2.11 to 2.13: `.to(device, non_blocking=True)`, into pinned memory): offloaded
-    gradients were divided by what was there before.
+    gradients were divided by whatever was in that memory before.
     """
     scaler = getattr(plugin, "scaler", None)
     if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():

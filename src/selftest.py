@@ -1,10 +1,10 @@
-"""Does a killed run end as it would have ended? Tries it, with your task and your configuration.
+"""Test whether a killed and resumed run ends as an uninterrupted one, with your task and your configuration.
 
     python -m src.selftest resume                                        # the project's task, small, on the CPU
     python -m src.selftest resume --kills 20 -- --config configs/cpu_n1_proc2.yaml --task vision --trainer.max_epochs 2
 
-Everything behind `--` goes to `fit`. It trains once undisturbed and once with SIGKILL at random moments, during saves
-too, and compares weights, optimizer, schedules, random numbers, counters and every logged row. Exit code 0:
+Everything behind `--` goes to `fit`. It trains once without interruption and once with SIGKILL at random moments, also
+during saves, and compares weights, optimizer, schedules, random numbers, counters and every logged row. Exit code 0:
 bit-identical; 1: not.
 """
 
@@ -37,7 +37,7 @@ SHOWN = 12  # lines on what differs
 
 
 class FailedError(Exception):
-    """A training that should have gone through did not; the text holds its output."""
+    """A training failed by itself; the text holds its output."""
 
 
 class Training:
@@ -49,71 +49,49 @@ class Training:
         self.log = root / "log.txt"
         root.mkdir()
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """In a process group of its own, so that a kill takes every rank."""
+    def train(self, seconds: float | None = None) -> float | None:
+        """Train to the end and return the seconds since the first step; or kill every rank after `seconds`: None."""
         with self.log.open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self.command,
                 env=os.environ | {"RUN_ROOT": str(self.root)},
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                start_new_session=True,  # a process group of its own, so that a kill takes every rank
             )
-
-    def finish(self) -> float:
-        """Train to the end; returns the seconds from the first step on.
-
-        Raises:
-            FailedError: it ended with another exit code than 0.
-
-        """
-        process = self.start()
-        begun = self._wait_for_training(process)
-        if process.wait():
-            raise FailedError(f"{' '.join(self.command)}\n{self.log.read_text(errors='replace')[-3000:]}")
-        return time.monotonic() - begun
-
-    def kill_after(self, seconds: float) -> bool:
-        """Start and kill every rank that many seconds after training began; False where it was over before."""
-        process = self.start()
         begun = self._wait_for_training(process)
         try:
-            process.wait(max(0.0, begun + seconds - time.monotonic()))
+            process.wait(None if seconds is None else max(0.0, begun + seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            return True
+            return None
         if process.returncode:
             raise FailedError(f"{' '.join(self.command)}\n{self.log.read_text(errors='replace')[-3000:]}")
-        return False
+        return time.monotonic() - begun
 
     def _wait_for_training(self, process: subprocess.Popen[bytes]) -> float:
-        """summary.json is written anew when training begins."""
+        """Wait for summary.json, which is written anew when training begins."""
         summary, started = self.run / "summary.json", time.time()
         while process.poll() is None and not (summary.exists() and summary.stat().st_mtime > started):
             time.sleep(0.02)
         return time.monotonic()
 
     def half_saved(self) -> bool:
-        """Whether the kill struck in the middle of a save."""
+        """Return whether the kill came in the middle of a save."""
         return any((self.run / "checkpoints").glob(TEMPORARY.format(name="*")))
 
 
 def resume(folder: Path, arguments: list[str], kills: int, seed: int) -> list[str]:
-    """What differs between the undisturbed and the killed training; [] where nothing does.
-
-    Raises:
-        FailedError: a training failed by itself.
-
-    """
+    """Return what differs between the uninterrupted and the killed training, one line each."""
     whole, killed = Training(folder / "whole", arguments), Training(folder / "killed", arguments)
-    seconds = whole.finish()
-    print(f"undisturbed: {seconds:.1f} s of training", flush=True)
+    seconds = whole.train() or 0.0
+    print(f"uninterrupted: {seconds:.1f} s of training", flush=True)
     chance, done, in_saves = random.Random(seed), 0, 0  # noqa: S311 no secret
     while done < kills:
-        # On average the kills leave half of the training for the last start, which goes through.
-        if not killed.kill_after(chance.uniform(0, seconds / kills)):
-            if done == 0:  # other work has slowed the undisturbed one down
+        # On average the kills leave half of the training for the last start, which ends it.
+        if killed.train(chance.uniform(0, seconds / kills)) is not None:
+            if done == 0:  # other work has slowed the uninterrupted one down
                 shutil.rmtree(killed.run)
                 seconds /= 2
                 continue
@@ -123,16 +101,16 @@ def resume(folder: Path, arguments: list[str], kills: int, seed: int) -> list[st
         steps = max((path.name for path in killed.run.glob("checkpoints/step=*.ckpt")), default="none")
         print(f"kill {done} of {kills}{', in a save' if killed.half_saved() else ''}; newest: {steps}", flush=True)
     if not (killed.run / "DONE").exists():
-        killed.finish()
+        killed.train()
     print(f"{done} kills, {in_saves} of them in the middle of a save", flush=True)
     return list(differences(outcome(whole.run), outcome(killed.run)))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: bit-identical, 1: not, or a training failed, 2: bad arguments."""
+    """Run the test; return the exit code (0 bit-identical, 1 not or a training failed, 2 bad arguments)."""
     argv = sys.argv[1:] if argv is None else argv
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="python -m src.selftest", description="Kill a run, continue it, compare.")
+    parser = argparse.ArgumentParser(prog="python -m src.selftest", description="Kill a run, resume it, compare.")
     parser.add_argument("what", choices=["resume"])
     parser.add_argument("--kills", type=int, default=5, help="how often to kill it")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
@@ -142,23 +120,22 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--kills is {settings.kills}; it must be at least 1")
     if not any(argument.startswith("--checkpoint.every_n_steps") for argument in arguments):
         arguments = [*arguments, *SAVES]
-    folder = Path(tempfile.mkdtemp(prefix="selftest-"))
-    found = None
+    folder, lines = Path(tempfile.mkdtemp(prefix="selftest-")), None
     try:
-        found = resume(folder, arguments, settings.kills, settings.seed)
+        lines = resume(folder, arguments, settings.kills, settings.seed)
     except FailedError as error:
         print(f"error: a training failed by itself: {error}", file=sys.stderr)
         return 1
     finally:
-        if not found:
+        if not lines:
             shutil.rmtree(folder)
-    if not found:
+    if not lines:
         print("bit-identical: weights, optimizer, schedules, random numbers, counters and every logged row")
         return 0
-    # The first row that differs says when the two parted.
-    found.sort(key=lambda line: not line.startswith("metrics.csv"))
-    more = f"\n… and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    print("DIFFERENT:\n" + "\n".join(found[:SHOWN]) + more)
+    lines.sort(key=lambda line: not line.startswith("metrics.csv"))  # the first row that differs says when
+    print("DIFFERENT:", *lines[:SHOWN], sep="\n")
+    if len(lines) > SHOWN:
+        print(f"… and {len(lines) - SHOWN} more")
     print(f"both runs, with their logs: {folder}")
     return 1
 

@@ -215,7 +215,7 @@ def test_less_data_than_the_run_has_seen_is_refused(unfinished: Path, capsys: py
     """Behind sample 24 of 512, a data set of 20 is another one; one of 100 goes on with a note."""
     again = ["fit", *CPU, *UNFINISHED, "--run", "mine", "--data.size"]
     assert main([*again, "20"]) == 2
-    assert "has 20 samples, and the checkpoint is behind sample 24 of the 512" in capsys.readouterr().err
+    assert "has 20 samples, and the checkpoint is at sample 24 of 512" in capsys.readouterr().err
     assert main([*again, "100"]) == 0
     assert "the data set had 512 samples and has 100 now" in capsys.readouterr().out
 

@@ -28,7 +28,7 @@ class Entry:
 
     path: Path
     kind: str  # one of KINDS, or the subfolder that it was moved to
-    size: int
+    bytes: int
     modified: float
     step: int | None = None
     epoch: int | None = None
@@ -39,18 +39,9 @@ class Entry:
 
     def facts(self) -> dict[str, Any]:
         """Return the row of `list`."""
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            "monitor": self.monitor,
-            "metric": self.metric,
-            "bytes": self.size,
-            "modified": self.modified,
-            "valid": self.reason is None,
-            "reason": self.reason,
-            "kind": self.kind,
-            "file": str(self.path),
-        }
+        row = vars(self) | {"valid": self.reason is None, "file": str(self.path)}
+        del row["path"]
+        return row
 
 
 def run_folder(text: str) -> Path:
@@ -104,7 +95,7 @@ def look(path: Path) -> Entry | None:
         with zipfile.ZipFile(path):  # its directory is at the end: a torn file is named as such
             pass
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        entry.size += sum(content.get(PARTS, {}).values())
+        entry.bytes += sum(content.get(PARTS, {}).values())
         entry.reason = lacking(content, path)
         entry.step = int(content["global_step"])
         entry.epoch = content.get("epoch")

@@ -81,12 +81,7 @@ class Restore(_CheckpointConnector):
                 self._say(type(callbacks[key]).__name__, before, state, changed)
 
     def restore_optimizers_and_schedulers(self) -> None:
-        """Restore the optimizers and the schedules with their settings of now, at the position of the checkpoint.
-
-        Raises:
-            AgreedError: the checkpoint is of other optimizers, or a schedule ends before that position.
-
-        """
+        """Restore the optimizers and the schedules with their settings of now, at the position of the checkpoint."""
         then, now = self._loaded_checkpoint.get(BUILT, {}), self._built
         if "optimizers" not in then:  # a checkpoint that was written without this class
             super().restore_optimizers_and_schedulers()

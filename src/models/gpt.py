@@ -42,9 +42,6 @@ class GPT(nn.Module):
         context: longest sequence, in tokens
         dropout: share of activations dropped in training
 
-    Raises:
-        ValueError: width is no multiple of heads.
-
     """
 
     BLOCKS = (Block,)  # what to compile, checkpoint or shard one by one

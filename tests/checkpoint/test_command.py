@@ -116,6 +116,7 @@ def test_json_has_values(run_root: Path, capsys: pytest.CaptureFixture[str]) -> 
         "modified": stat.st_mtime,
         "valid": True,
         "reason": None,
+        "weights_only": False,
         "kind": "best",
         "file": str(best),
     }

@@ -55,7 +55,7 @@ def test_a_killed_run_has_done_what_the_newest_of_its_files_says(
     (run / "metrics.csv").write_text("step,train/loss\n2199,0.5\n2208,0.4\n22")
     told = said(capsys, "status", "mine")
     assert re.search("last step +at least 2209\n", told)
-    assert re.search("lost +at least 9 steps to be done again\n", told)
+    assert re.search("lost +at least 9 steps will be repeated\n", told)
     (run / "metrics.csv").write_text("")
     assert re.search("last step +at least 2200\n", said(capsys, "status", "mine"))
 
@@ -151,7 +151,7 @@ def test_status_says_what_a_restart_does_again(run_root: Path, capsys: pytest.Ca
     assert lines["last step"].strip() == "188"
     assert lines["train/loss"].strip() == "0.51 at step 179, 0.5 at step 183, not finite at step 187"
     assert lines["checkpoint"].strip().startswith("step 150, epoch 15, ")
-    assert lines["lost"].strip() == "38 steps to be done again"
+    assert lines["lost"].strip() == "38 steps will be repeated"
     assert lines["error"].strip() == "RuntimeError: two lines"
     assert "step=00000180.ckpt is damaged" in lines["note"]
     assert lines["continue"].strip() == "python -m src.cli fit --run mine"

@@ -152,7 +152,7 @@ def test_a_run_of_which_every_process_was_killed_tells_what_happened(tmp_path: P
     assert f"it was on {beat['host']}, process {processes[0].pid} in job 4711" in said["state"]
     assert said["train/loss"].count("at step") == 3
     assert re.match(r"step \d+, epoch \d+, \d+ of its 64 samples done, ", said["checkpoint"]), done.stdout
-    assert re.match(r"at least \d+ steps to be done again", said["lost"]), done.stdout
+    assert re.match(r"at least \d+ steps will be repeated", said["lost"]), done.stdout
     assert "--run run" in said["continue"]
 
 

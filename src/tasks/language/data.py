@@ -25,12 +25,7 @@ NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", 
 
 
 class Windows(Dataset):
-    """Windows of `context` bytes and the byte after each, without overlap: item i is uint8 of shape (context + 1,).
-
-    Raises:
-        UserError: the file has fewer bytes than one window.
-
-    """
+    """Windows of `context` bytes and the byte after each, without overlap: item i is uint8 of shape (context + 1,)."""
 
     def __init__(self, path: Path, context: int) -> None:
         size = path.stat().st_size
@@ -53,17 +48,12 @@ class Windows(Dataset):
 
 
 def _as_is(batch: Tensor) -> Tensor:
-    """`__getitems__` has collated already."""
+    """Return the batch, which `__getitems__` has collated."""
     return batch
 
 
 def text_files(folder: Path | None) -> tuple[Path, list[Path]]:
-    """The root and its text files, sorted; None is the Python standard library.
-
-    Raises:
-        UserError: no such folder, or no text in it.
-
-    """
+    """Return the root and its text files, sorted; None is the Python standard library."""
     root = Path(sysconfig.get_path("stdlib")) if folder is None else Path(folder).expanduser()
     if not root.is_dir():
         raise UserError(f"data.folder {root} is no folder")
@@ -77,7 +67,7 @@ def text_files(folder: Path | None) -> tuple[Path, list[Path]]:
 
 
 def _is_text(file: Path) -> bool:
-    """Text has no zero byte in its first 8 KiB (git's rule)."""
+    """Return whether the first 8 KiB have no zero byte (git's rule)."""
     with file.open("rb") as stream:
         return b"\0" not in stream.read(8192)
 

@@ -24,12 +24,7 @@ class Digits(LightningDataModule):
         self.batch_size, self.num_workers = batch_size, num_workers
 
     def setup(self, stage: str) -> None:
-        """Load and split.
-
-        Raises:
-            UserError: scikit-learn is not installed.
-
-        """
+        """Load and split."""
         try:
             from sklearn.datasets import load_digits  # only this task needs it
         except ModuleNotFoundError as error:
