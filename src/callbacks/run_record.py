@@ -13,6 +13,7 @@ from src.callbacks.out_of_memory import announced
 from src.callbacks.throughput import Throughput, peak_memory
 from src.checkpoint.best import SaveBest
 from src.checkpoint.files import ours
+from src.checkpoint.units import table
 from src.errors import AgreedError, Stopped, TrippedError
 from src.manifest import describe_start
 from src.memory import is_out_of_memory
@@ -73,8 +74,7 @@ class RunRecord(Callback):
             return
         for logger in trainer.loggers:
             logger.log_hyperparams(self.facts)
-        width = max(len(name) for name, _ in self.block)
-        print("\n".join(f"{name:<{width}}  {text}" for name, text in self.block), flush=True)
+        print(table(self.block), flush=True)
         old = self.run.read_json("manifest.json")
         earlier = (
             [
