@@ -325,6 +325,20 @@ def test_a_changed_setting_takes_effect(
         assert resumed.groups == other.groups
 
 
+@pytest.mark.parametrize(("limit", "code"), [(("max_steps", "3"), 0), (("max_epochs", "0"), 2)])
+def test_a_limit_that_has_been_passed_trains_no_further(
+    limit: tuple[str, str], code: int, begun: Any, run_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer steps than are done end the run where it is; fewer epochs are refused in one line."""
+    run = shutil.copytree(begun(FOREIGN), run_root / "run")
+    capsys.readouterr()
+    assert main([*command(FOREIGN, "run", -1), f"--trainer.{limit[0]}", limit[1]]) == code
+    said = capsys.readouterr()
+    assert "finished at step 4" in said.out if code == 0 else "max_epochs=0" in said.err
+    assert len(said.err.strip().splitlines()) == bool(code)
+    assert sorted(path.name for path in run.glob("checkpoints/step=*")) == ["step=00000004.ckpt"]
+
+
 class Several(SmallModule):
     """SmallModule whose parameters are shared out among several optimizers."""
 
