@@ -1,7 +1,8 @@
-"""What counts as broken: bad values in a row. Plain numbers in, a verdict out; every rank feeds it the same."""
+"""Judge whether a run is broken: plain numbers in, a verdict out; every rank feeds it the same."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -12,16 +13,23 @@ LOSS, GRADIENT, SKIPPED = "the loss", "the gradients", "a skipped step"
 WINDOW = 100  # logged values behind a running median
 LEAST = 10  # of them, before a value can be a spike
 
+CALM = "a lower learning rate, gradient clipping (--trainer.gradient_clip_val 1.0{}), or the data of these steps"
+ADVICE = {
+    "nonfinite": CALM.format("; it mends no NaN"),
+    "zero_or_constant": "what computes the metric (reward, labels, data), or the learning rate of a collapsed model",
+    "spike": CALM.format(""),
+    "fp16_skips": "--trainer.precision bf16-mixed or 32-true, or a lower learning rate",
+}
+
 
 @dataclass
 class BreakerSettings:
     """When a run is stopped because its metrics say that it is broken.
 
-    `zero_or_constant` and `spike` name metrics as they are logged, of training or validation, the project's own
-    (train/loss, lr …) too, and count *logged values*: steps for what is logged in each step, log intervals for
-    train/loss, validations for val/loss, epochs for what is logged once per epoch. Both are empty by default, as they
-    need to know the metric: a loss that is allowed to be negative has no sensible "10 times its median", and a loss
-    near 0 may rise tenfold for good when the data changes.
+    `zero_or_constant` and `spike` name metrics by their columns in metrics.csv and count *logged values*: steps for
+    what is logged in each step, log intervals for train/loss and lr, validations for val/loss, epochs for what is
+    logged once per epoch. Both are empty by default, as they need to know the metric: a loss that may be negative has
+    no sensible "10 times its median", and a loss near 0 may rise tenfold for good when the data changes.
 
     Args:
         enabled: whether anything is watched at all
@@ -53,7 +61,7 @@ class BreakerSettings:
 
     @property
     def watched(self) -> list[str]:
-        """The metrics that are named, each once."""
+        """Return the metrics that are named, each once."""
         return list(dict.fromkeys([*self.zero_or_constant, *self.spike]))
 
 
@@ -80,8 +88,7 @@ class Verdict:
     length: int
     median: float | None = None
 
-    def what(self) -> str:
-        """What happened, in words."""
+    def __str__(self) -> str:
         if self.rule == "nonfinite":
             return f"{self.metric} had NaN or Inf in {self.length} optimizer steps in a row (last: {self.value})"
         if self.rule == "fp16_skips":
@@ -92,24 +99,9 @@ class Verdict:
         stuck = "was exactly 0" if self.value == 0 else f"stayed at {self.value!r}"
         return f"{self.metric} {stuck} in {self.length} logged values in a row"
 
-    def advice(self) -> str:
-        """What to change, in words."""
-        if self.rule == "fp16_skips":
-            return "--trainer.precision bf16-mixed or 32-true, or a lower learning rate"
-        if self.rule == "zero_or_constant":
-            return "what computes the metric (reward, labels, data), or the learning rate if the model has collapsed"
-        if self.rule == "spike":
-            return (
-                "a lower learning rate, gradient clipping (--trainer.gradient_clip_val 1.0), or the data of these steps"
-            )
-        return (
-            "a lower learning rate, gradient clipping (--trainer.gradient_clip_val 1.0; it mends no NaN), "
-            "or the data of these steps"
-        )
-
 
 class Judge:
-    """Counts streaks. Its state is plain types and goes into checkpoints, so that a resumed run counts on."""
+    """Count streaks. Its state is plain types and goes into checkpoints, so that a resumed run keeps counting."""
 
     def __init__(self, settings: BreakerSettings) -> None:
         self.settings = settings
@@ -117,7 +109,7 @@ class Judge:
         self._series: dict[str, dict[str, Any]] = {}
 
     def feed(self, step: int, by_rank: list[dict[str, float]]) -> None:
-        """Take in what every rank saw at one moment; the first verdict stays, whatever comes after it.
+        """Take in what every rank has seen in one step; the first verdict stays, whatever comes after it.
 
         NaN or a skip on any rank makes the step bad for all, as gradients are shared. A metric that ranks do not share
         has a streak on each, since among many ranks one or another is often at 0 by chance.
@@ -126,10 +118,9 @@ class Judge:
             return
         if self.settings.nonfinite:
             self._nonfinite(step, by_rank)
-        skips = [values[SKIPPED] for values in by_rank if SKIPPED in values]
-        if skips:
-            ranks = [rank for rank, values in enumerate(by_rank) if values.get(SKIPPED)]
-            self._count("fp16_skips", SKIPPED, max(skips), ranks, step)
+        skips = [rank for rank, values in enumerate(by_rank) if values.get(SKIPPED)]
+        if any(SKIPPED in values for values in by_rank):
+            self._count(self._of("fp16_skips"), Verdict("fp16_skips", SKIPPED, 1.0, skips, step, 1))
         for rank, values in enumerate(by_rank):
             for name in self.settings.zero_or_constant:
                 if name in values:
@@ -149,17 +140,20 @@ class Judge:
             return  # a step without a loss says nothing
         bad = [entry for entry in seen if not math.isfinite(entry[1])]
         name, value, _ = (bad or seen)[0]
-        self._count("nonfinite", name, value, [rank for other, _, rank in bad if other == name], step)
+        ranks = [rank for other, _, rank in bad if other == name]
+        self._count(self._of("nonfinite"), Verdict("nonfinite", name, value, ranks, step, 1))
 
     def _unchanged(self, step: int, name: str, rank: int, value: float) -> None:
-        series = self._of("zero_or_constant", name, rank)
+        series = self._of("zero_or_constant", rank, name)
         before = series.get("last")
         same = before is not None and (value == before or (math.isnan(value) and math.isnan(before)))
         series["last"] = value
-        self._count("zero_or_constant", name, value, [rank] if value == 0 or same else [], step, rank)
+        ranks = [rank] if value == 0 or same else []
+        self._count(series, Verdict("zero_or_constant", name, value, ranks, step, 1))
 
     def _spike(self, step: int, name: str, rank: int, value: float) -> None:
-        window = self._of("spike", name, rank).setdefault("window", [])
+        series = self._of("spike", rank, name)
+        window = series.setdefault("window", [])
         middle = median(window) if len(window) >= LEAST else None
         # Below 0 a multiple of the median is no bound.
         above = middle is not None and middle > 0 and value > self.settings.spike_factor * middle
@@ -167,34 +161,25 @@ class Judge:
         if not bad:  # a spike that lasts must not become the median that it is compared with
             window.append(value)
             del window[:-WINDOW]
-        self._count("spike", name, value, [rank] if bad else [], step, rank, middle)
+        self._count(series, Verdict("spike", name, value, [rank] if bad else [], step, 1, middle))
 
-    def _of(self, rule: str, name: str = "", rank: int = 0) -> dict[str, Any]:
+    def _of(self, rule: str, rank: int = 0, name: str = "") -> dict[str, Any]:
         return self._series.setdefault(f"{rule} {rank} {name}".strip(), {"length": 0, "first": 0})
 
-    def _count(
-        self,
-        rule: str,
-        metric: str,
-        value: float,
-        bad_on: list[int],
-        step: int,
-        rank: int = 0,
-        middle: float | None = None,
-    ) -> None:
-        series = self._of(rule, metric if rule in ("zero_or_constant", "spike") else "", rank)
-        if not bad_on:
+    def _count(self, series: dict[str, Any], one: Verdict) -> None:
+        """Add one value to its streak; it is good where it is bad on no rank."""
+        if not one.ranks:
             series["length"] = 0
             return
         if series["length"] == 0:
-            series["first"] = step
+            series["first"] = one.first
         series["length"] += 1
-        limit = self.settings.fp16_skips if rule == "fp16_skips" else self.settings.steps
+        limit = self.settings.fp16_skips if one.rule == "fp16_skips" else self.settings.steps
         if series["length"] >= limit and self.verdict is None:
-            self.verdict = Verdict(rule, metric, value, bad_on, series["first"], series["length"], middle)
+            self.verdict = replace(one, first=series["first"], length=series["length"])
 
     def running_since(self) -> int | None:
-        """The first step of the longest streak that has not ended; None where nothing is bad."""
+        """Return the first step of the longest streak that has not ended; None if nothing is bad."""
         return min((series["first"] for series in self._series.values() if series["length"]), default=None)
 
     def forgive(self) -> None:
@@ -204,11 +189,7 @@ class Judge:
             series["length"] = 0
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        series = {
-            key: {name: list(value) if isinstance(value, list) else value for name, value in part.items()}
-            for key, part in self._series.items()
-        }
-        return {"series": series, "verdict": asdict(self.verdict) if self.verdict else None}
+        return {"series": deepcopy(self._series), "verdict": asdict(self.verdict) if self.verdict else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         self._series = state["series"]

@@ -1,16 +1,7 @@
 """When a row is due, and writing it: the same for every callback that logs."""
 
-from typing import Protocol, runtime_checkable
-
+import torch
 from lightning import Trainer
-
-
-@runtime_checkable
-class Listener(Protocol):
-    """A callback that wants to know what other callbacks log, which Lightning's `callback_metrics` does not hold."""
-
-    def hear_row(self, values: dict[str, float]) -> None:
-        """Take note of a row, on every rank."""
 
 
 def row_index(trainer: Trainer) -> int:
@@ -29,12 +20,11 @@ def row_is_due(trainer: Trainer) -> bool:
 
 
 def write_row(trainer: Trainer, values: dict[str, float]) -> None:
-    """Log for the step that just ended."""
+    """Log for the step that just ended, and let `trainer.logged_metrics` hold it as it holds what modules log."""
+    rows = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    trainer._logger_connector._logged_metrics.update(rows)
     for logger in trainer.loggers:
         logger.log_metrics(values, step=row_index(trainer))
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, Listener):
-            callback.hear_row(values)
 
 
 def steps_in_all(trainer: Trainer) -> float:

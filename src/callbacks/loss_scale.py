@@ -1,4 +1,4 @@
-"""Counts what an fp16 loss scaler does in silence: steps that it skips."""
+"""Count the steps that an fp16 loss scaler skips in silence."""
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -15,7 +15,7 @@ class LossScale(Callback):
     """
 
     def __init__(self) -> None:
-        self._skipped: Tensor | float = 0.0
+        self.skipped: Tensor | float = 0.0
         self._before: Tensor | None = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:  # noqa: D102
@@ -27,21 +27,21 @@ class LossScale(Callback):
         self._compare(scale)
         self._before = None
         if scale is not None and stepped and row_is_due(trainer):
-            write_row(trainer, {"fp16/scale": float(scale), "fp16/skipped_steps": float(self._skipped)})
+            write_row(trainer, {"fp16/scale": float(scale), "fp16/skipped_steps": float(self.skipped)})
 
     def _compare(self, scale: Tensor | None) -> None:
         if scale is not None and self._before is not None:
-            self._skipped = self._skipped + (scale < self._before).float()
+            self.skipped = self.skipped + (scale < self._before).float()
 
     def state_dict(self) -> dict[str, float]:  # noqa: D102
-        return {"skipped": float(self._skipped)}
+        return {"skipped": float(self.skipped)}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:  # noqa: D102
-        self._skipped = state_dict["skipped"]
+        self.skipped = state_dict["skipped"]
 
 
 def current_scale(trainer: Trainer) -> Tensor | None:
-    """The loss scale, as a tensor where the scaler keeps it; None in a precision without a loss scaler."""
+    """Return the loss scale, as a tensor where the scaler keeps it; None in a precision without a loss scaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if not isinstance(scaler, torch.amp.GradScaler):
         return None

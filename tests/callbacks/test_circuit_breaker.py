@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from src.callbacks.breaker_rules import BreakerSettings, Judge
 from src.callbacks.circuit_breaker import CircuitBreaker, largest_gradient
 from src.callbacks.global_batch import GlobalBatch
+from src.callbacks.loss_scale import LossScale
 from src.checkpoint.best import SaveBest
 from src.checkpoint.choose import newest
 from src.checkpoint.save import SaveNewest
@@ -217,7 +218,7 @@ def test_a_loss_scaler_may_skip_for_a_while(fit, last, trips):
     """With an fp16 scaler gradients that are Inf count by `fp16_skips` alone, as steps that it skipped in a row."""
     scaled = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
     module = Sick(endless=lambda step: 3 <= step <= last)
-    step, said = fit(module, {"steps": 2, "fp16_skips": 7}, plugins=scaled, callbacks=[GlobalBatch()])
+    step, said = fit(module, {"steps": 2, "fp16_skips": 7}, plugins=scaled, callbacks=[GlobalBatch(), LossScale()])
     assert step == (9 if trips else None)
     assert ("the fp16 loss scaler skipped 7 optimizer steps in a row" in said) == trips
 
@@ -226,7 +227,11 @@ def test_one_of_two_optimizers_may_not_skip_for_ever(fit):
     """Though the other one finds a scale that works."""
     scaled = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
     _, said = fit(
-        Pair(bad=set(range(3, 40))), {"fp16_skips": 7}, plugins=scaled, callbacks=[GlobalBatch()], max_steps=80
+        Pair(bad=set(range(3, 40))),
+        {"fp16_skips": 7},
+        plugins=scaled,
+        callbacks=[GlobalBatch(), LossScale()],
+        max_steps=80,
     )
     assert "the fp16 loss scaler skipped 7 optimizer steps in a row" in said
 
