@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from src.checkpoint.contents import AVERAGE
 from src.errors import UserError
-from src.strategies.full_state import like
+from src.strategies.full_state import shard_like
 
 
 class EMA(Callback):
@@ -162,7 +162,7 @@ class EMA(Callback):
 def _copy(values: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
     for name, place in places.items():
         if name in values:
-            _local(place).copy_(_local(like(values[name], place)))
+            _local(place).copy_(_local(shard_like(values[name], place)))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -18,17 +18,18 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from src.errors import UserError
 from src.ranks import gather_objects as gather_objects
-from src.strategies.ddp import DDP, NoShard
+from src.strategies.ddp import DDP
 from src.strategies.fsdp import FSDP
 
-# What each name means. gradient_as_bucket_view saves one copy of the gradients; find_unused_parameters, for models that
-# skip some parameters in some steps, costs a graph walk per step.
+# PyTorch has given FSDP's NO_SHARD up for DDP, which does the same and faster. gradient_as_bucket_view saves one copy
+# of the gradients; find_unused_parameters, for models that skip some parameters in some steps, costs a walk over the
+# graph in each.
 OURS: dict[str, tuple[type[DDP], dict[str, Any]]] = {
     "ddp": (DDP, {"gradient_as_bucket_view": True}),
     "ddp_find_unused": (DDP, {"gradient_as_bucket_view": True, "find_unused_parameters": True}),
     "fsdp_full_shard": (FSDP, {}),
     "fsdp_shard_grad_op": (FSDP, {"reshard_after_forward": False}),
-    "fsdp_no_shard": (NoShard, {"gradient_as_bucket_view": True}),
+    "fsdp_no_shard": (DDP, {"gradient_as_bucket_view": True}),
     "fsdp_hybrid_shard": (FSDP, {"ranks_per_shard": "node"}),
 }
 for _name, (_class, _settings) in OURS.items():
@@ -40,19 +41,14 @@ SAME = {"ddp_find_unused_parameters_true": "ddp_find_unused", "ddp_find_unused_p
 
 
 def is_ours(strategy: object) -> bool:
-    """Whether a name or an object is a strategy of this package, or of a subclass that somebody has registered."""
+    """Return whether a name or an object is a strategy of this package, or of a registered subclass."""
     if isinstance(strategy, str):
         return strategy == "auto" or issubclass(StrategyRegistry[strategy]["strategy"], DDP)
     return isinstance(strategy, DDP)
 
 
 def resolve_strategy(requested: object, world_size: int) -> object:
-    """`auto` is one device without a process group, or ddp; strategy objects and Lightning's other names pass.
-
-    Raises:
-        UserError: a name that is not registered, or one whose processes are copies of this one.
-
-    """
+    """Return what Lightning is given: for `auto` one device without a process group, or ddp; all else as it is."""
     if not isinstance(requested, str):
         return requested
     if requested == "auto":

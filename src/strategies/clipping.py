@@ -1,4 +1,4 @@
-"""Clipping of sharded gradients by their norm."""
+"""Clip sharded gradients by their norm."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 
 
 def install_clipping(plugin: Precision) -> None:
-    """Have a precision plugin clip by our `clip_grad_by_norm`; one that clips in its own way is left alone."""
+    """Let a precision plugin clip by `clip_grad_by_norm`; one that clips in its own way is left alone."""
     kind = type(plugin)
     if kind.clip_grad_by_norm is Precision.clip_grad_by_norm and kind.main_params is Precision.main_params:
         plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
 
 
 def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-    """Scale an optimizer's gradients to a 2-norm of at most `clip_val`, each rank its parts. Collective.
+    """Scale an optimizer's gradients to a 2-norm of at most `clip_val`, each rank its rows. Collective.
 
-    `torch.nn.utils.clip_grad_norm_` comes to the same, but treats every gradient as a tensor that is distributed: for
+    `torch.nn.utils.clip_grad_norm_` does the same, but treats every gradient as a tensor that is distributed: for
     292 of them it took 12 ms of a step's Python on the machines of docs/strategies.md, where FSDP waits for Python.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

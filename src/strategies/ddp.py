@@ -1,4 +1,4 @@
-"""DDP with corrections."""
+"""Train with Lightning's DDP, corrected."""
 
 import atexit
 import re
@@ -33,7 +33,7 @@ class DDP(DDPStrategy):
             self._launcher = Launcher(started.cluster_environment, started.num_processes, started.num_nodes)
 
     def configure_ddp(self) -> None:
-        """A single process reduces nothing: unwrapped it saves a copy of the gradients and 2 to 4 % of the time."""
+        """Wrap the module, but not in a single process: that saves a copy of the gradients and 2 to 4 % of the time."""
         if self.world_size > 1:
             assert self.lightning_module is not None
             self._parameters = dict(self.lightning_module.named_parameters())
@@ -44,10 +44,10 @@ class DDP(DDPStrategy):
         return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Wrap anew what has been frozen or unfrozen since, as fine-tuning does.
+        """Wrap the module again when parameters have been frozen or unfrozen, as fine-tuning does.
 
         PyTorch reduces the gradients of those parameters that wanted one when it wrapped: what is unfrozen later would
-        become another on every rank, and of what is frozen it would miss a gradient.
+        differ between ranks, and of what is frozen it would miss a gradient.
         """
         if not isinstance(self.model, DistributedDataParallel):
             return
@@ -68,32 +68,27 @@ class DDP(DDPStrategy):
         super().setup(trainer)
 
     def refuse_sync_batchnorm(self, trainer: Trainer) -> None:
-        """PyTorch synchronizes BatchNorm on GPUs alone.
-
-        Raises:
-            AgreedError: it was asked for on CPUs.
-
-        """
+        """Refuse to synchronize BatchNorm on CPUs: PyTorch does it on GPUs alone."""
         if not self._layer_sync or trainer.state.fn != TrainerFn.FITTING or self.root_device.type != "cpu":
             return
-        if any(isinstance(part, _BatchNorm) for part in trainer.lightning_module.modules()):
+        if any(isinstance(module, _BatchNorm) for module in trainer.lightning_module.modules()):
             raise AgreedError(
                 "trainer.sync_batchnorm works on GPUs alone and this model's BatchNorm is on CPUs: leave it out here, "
                 "where each rank then normalizes by its own samples"
             )
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning replaces PyTorch's text on parameters without a gradient, which has their numbers."""
-        found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(exception))
+        """Name the parameters without a gradient, whose numbers are in the text that Lightning replaces."""
+        unused = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(exception))
         super().on_exception(exception)
-        if found:
-            names = [self._trained[int(number)] for number in found[1].split()]
+        if unused:
+            names = [self._trained[int(number)] for number in unused[1].split()]
             exception.add_note(f"without a gradient: {', '.join(names)}")
 
     # --- the process group ---
 
     def _get_process_group_backend(self) -> str:
-        """On GPUs gloo beside NCCL, unless `process_group_backend` was given.
+        """Use gloo beside NCCL on GPUs, unless `process_group_backend` was given.
 
         NCCL alone refuses tensors in the host's memory (offloaded gradients, a user's rewards) and sends objects
         through the GPU's. Gloo costs a connection between every two ranks when it starts and nothing in a step: what is
@@ -103,14 +98,14 @@ class DDP(DDPStrategy):
         return "cpu:gloo,cuda:nccl" if given is None and backend == "nccl" else backend
 
     def setup_distributed(self) -> None:
-        """Whatever way the process ends, the group does not end with the interpreter, which can abort a perfect run.
+        """Destroy the group before the interpreter ends, which can abort a perfect run.
 
-        Lightning sees to that for a group of NCCL alone.
+        Lightning does so for a group of NCCL alone.
         """
-        there = torch.distributed.is_initialized()
+        initialized = torch.distributed.is_initialized()
         with signals.ending_at_once():  # it waits for the other ranks
             super().setup_distributed()
-        if not there:  # else it is somebody else's
+        if not initialized:  # else it is somebody else's
             atexit.register(_destroy_dist_connection)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -122,17 +117,7 @@ class DDP(DDPStrategy):
     # --- states ---
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Into a module of the precision's type: Lightning loads before it converts, which rounds 64-true to fp32."""
+        """Load into a module of the precision's type: Lightning converts it later, which rounds 64-true to fp32."""
         if self.precision_plugin.precision == "64-true" and self.lightning_module is not None:
             self.precision_plugin.convert_module(self.lightning_module)
         super().load_model_state_dict(checkpoint, strict)
-
-
-class NoShard(DDP):
-    """What was FSDP's NO_SHARD. PyTorch has given it up for DDP, which does the same and faster."""
-
-    def setup(self, trainer: Trainer) -> None:
-        """As DDP's, and says so."""
-        if self.is_global_zero:
-            print("note: fsdp_no_shard is ddp", flush=True)
-        super().setup(trainer)

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel (PyTorch's FSDP2, `fully_shard`) for any LightningModule, on GPUs and on CPUs."""
+"""Train any LightningModule fully sharded (PyTorch's FSDP2, `fully_shard`), on GPUs and on CPUs."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -12,13 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from src.checkpoint.files import is_of_a_run
 from src.checkpoint.write import WholeFiles
@@ -27,30 +21,29 @@ from src.precision import keep_scale_on_host
 from src.ranks import gather_objects
 from src.strategies.clipping import install_clipping
 from src.strategies.ddp import DDP
-from src.strategies.forward import as_forward, before_backward
-from src.strategies.full_state import full, in_parts, like, optimizer_like
-from src.strategies.notes import unit_notes
-from src.strategies.parts import free, kept_buffers, refuse_what_cannot_be_cut, sharded, start_equal
+from src.strategies.forward import before_backward, wrap_as_forward
+from src.strategies.full_state import local_rows, optimizer_like, shard_like, to_full
+from src.strategies.parts import broadcast_from_rank_zero, persistent_buffers, reshard_all, sharded_modules
 from src.strategies.wrapping import find_units, norms_in_fp32
 
 # What Lightning calls on a module directly, where hooks on its forward would not see it.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 Reduce = Literal["float32", "bfloat16", "float16"]
+SMALL = 100_000  # parameters; a unit of fewer is gathered in less time than it takes to ask for it
 
 
 class FSDP(DDP):
-    """Parameters, gradients and optimizer state in parts over the ranks; each unit is put together where it is used.
+    """Shard parameters, gradients and optimizer state over the ranks; gather each unit while it is used.
 
-    In fp32 the mathematics is DDP's. Under mixed precision it is to half-precision rounding: embeddings, norms and bare
-    parameters, which autocast leaves in fp32, are gathered in 16 bits too. Gradients are averaged over ranks in fp32
-    whatever the parameters are computed in, and the weights that the optimizer sees are fp32.
+    In fp32 the mathematics is DDP's. Under mixed precision it is DDP's up to half-precision rounding: embeddings, norms
+    and bare parameters, which autocast leaves in fp32, are gathered in 16 bits too. Gradients are averaged over ranks
+    in fp32 whatever the parameters are computed in, and the weights that the optimizer sees are fp32.
 
-    Checkpoints have DDP's names and whole tensors' shapes: either continues the other's, on any number of processes.
-    Where `sharded_files` is set, each rank writes its parts of them (src/checkpoint/shards.py).
+    Checkpoints have DDP's names and whole tensors' shapes: each resumes the other's, on any number of processes.
+    Where `sharded_files` is set, each rank writes its rows of them (src/checkpoint/shards.py).
 
-    FSDP2 and not Lightning's FSDPStrategy: that one cannot run on CPUs, cannot clip by norm and reduces gradients in
-    half precision.
+    Lightning's FSDPStrategy cannot run on CPUs, cannot clip by norm and reduces gradients in half precision.
 
     Args:
         reshard_after_forward: free a unit's parameters after its forward pass and gather them again for the backward
@@ -88,17 +81,16 @@ class FSDP(DDP):
     # --- shard ---
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module, then let it make its optimizers of what this rank has of it.
-
-        Raises:
-            AgreedError: the ranks or the parameters cannot be divided as asked, or BatchNorm not be synchronized.
-
-        """
+        """Shard the module, then let it make its optimizers of this rank's rows."""
         assert self.accelerator is not None
         self.refuse_sync_batchnorm(trainer)
         self.accelerator.setup(trainer)
         module: nn.Module | None = self.lightning_module
         assert module is not None
+        # What a unit is gathered into in inference mode could not be used in training.
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            loop.inference_mode = False
+        trainer.predict_loop.inference_mode = False
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             module = self._layer_sync.apply(module)
         module = self.precision_plugin.convert_module(module)
@@ -106,40 +98,43 @@ class FSDP(DDP):
         if self._offloads():
             keep_scale_on_host(self.precision_plugin)
         if not isinstance(module, FSDPModule):
-            self._shard(module)
-        free(module)  # an optimizer must get the parts
-        self.model, self._buffers = module, kept_buffers(module)
+            try:
+                self._shard(module)
+            except (ValueError, NotImplementedError) as error:  # lazy, on the meta device, without a dimension
+                reason = str(error).splitlines()[0]
+                raise AgreedError(f"fsdp cannot shard this module: {reason}; or use --trainer.strategy ddp") from error
+        reshard_all(module)  # an optimizer must get this rank's rows
+        self.model, self._buffers = module, persistent_buffers(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def _shard(self, module: nn.Module) -> None:
         mesh = self.mesh()
-        refuse_what_cannot_be_cut(module)
-        start_equal(module, self.root_device)
+        broadcast_from_rank_zero(module, self.root_device)
         settings: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy()}
         settings["offload_policy"] = CPUOffloadPolicy() if self._offloads() else OffloadPolicy()
         units = find_units(module)
         for note in self._notes(module, units) if self.is_global_zero else ():
             print(note, flush=True)
         if settings["mp_policy"].param_dtype is not None:
-            whole = MixedPrecisionPolicy(None, self.reduce_dtype, cast_forward_inputs=False)
+            in_fp32 = MixedPrecisionPolicy(None, self.reduce_dtype, cast_forward_inputs=False)
             for norm in norms_in_fp32(module, self.root_device.type):
-                fully_shard(norm, reshard_after_forward=False, **settings | {"mp_policy": whole})
+                fully_shard(norm, reshard_after_forward=False, **settings | {"mp_policy": in_fp32})
         for name, unit in units:
             fully_shard(unit, reshard_after_forward=self.reshard_after_forward, **settings)
             self.units.append(name)
         # What is left is the root's, needed at the start and at the end of a pass: never worth gathering twice.
         fully_shard(module, reshard_after_forward=False, **settings)
         for step in STEPS:
-            as_forward(module, step)
+            wrap_as_forward(module, step)
         self._move_rest(module)
 
     def _offloads(self) -> bool:
         return self.cpu_offload and self.root_device.type != "cpu"  # it pins memory, which takes an accelerator
 
     def _move_rest(self, module: nn.Module) -> None:
-        """Buffers, states of torchmetrics, and what `module.device` says, to the device; offloaded parameters stay."""
+        """Move buffers, states of torchmetrics and what `module.device` says to the device."""
         for part in module.modules():
             if next(part.parameters(), None) is None:
                 part.to(self.root_device)
@@ -148,12 +143,7 @@ class FSDP(DDP):
         _update_properties(module, device=self.root_device)
 
     def mesh(self) -> DeviceMesh:
-        """The ranks to shard over. A `configure_model` that shards parts by itself does it on this one.
-
-        Raises:
-            AgreedError: the ranks cannot be divided as asked.
-
-        """
+        """Return the ranks to shard over. A `configure_model` that shards parts by itself uses this mesh."""
         kind, world = self.root_device.type, self.world_size
         size = world if self.ranks_per_shard is None else self.ranks_per_shard
         size = self.num_processes if size == "node" else size
@@ -164,7 +154,21 @@ class FSDP(DDP):
         return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
 
     def _notes(self, module: nn.Module, units: list[tuple[str, nn.Module]]) -> list[str]:
-        notes = unit_notes(module, units)
+        """Return what the units are, and warnings where such a division does not help."""
+        sizes = [sum(parameter.numel() for parameter in unit.parameters()) for _, unit in units]
+        if not units:
+            notes = [
+                "warning: fsdp found no blocks, so all parameters are gathered at once: memory is saved for gradients "
+                "and optimizer state only, and nothing overlaps; give the network `BLOCKS = (YourBlock,)`"
+            ]
+        elif len(units) > 1 and max(sizes) < SMALL:
+            notes = [
+                f"warning: fsdp's {len(units)} units have at most {max(sizes):,} parameters: starting a transfer takes "
+                "longer than the transfer; name larger blocks in BLOCKS, or use --trainer.strategy ddp"
+            ]
+        else:
+            kinds = " and ".join(dict.fromkeys(type(unit).__name__ for _, unit in units))
+            notes = [f"note: fsdp gathers {len(units)} x {kinds}, of at most {max(sizes):,} parameters, one by one"]
         if self.ranks_per_shard == "node" and self.num_nodes == 1:
             notes.append("note: on one node fsdp_hybrid_shard is fsdp_full_shard")
         if self.precision_plugin.precision == "64-true" and self.reduce_dtype != torch.float32:
@@ -172,7 +176,7 @@ class FSDP(DDP):
         return notes
 
     def _policy(self) -> MixedPrecisionPolicy:
-        """Units are gathered and computed in half precision under autocast; inputs are left alone.
+        """Gather and compute units in half precision under autocast, and leave inputs alone.
 
         Casting inputs would turn a step's targets into bf16 as well (1234.567 became 1232.0).
         """
@@ -184,7 +188,7 @@ class FSDP(DDP):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradients of a step's earlier micro batches are kept on each rank and reduced with the last."""
+        """Keep the gradients of a step's earlier micro batches on each rank; the last pass reduces them."""
         module = self.lightning_module
         assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(self.sync_every_micro_batch)
@@ -194,14 +198,14 @@ class FSDP(DDP):
             module.set_requires_gradient_sync(True)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """A backward pass that a step does by itself begins before FSDP has seen the step's output."""
+        """Prepare a backward pass that a step does by itself, before FSDP has seen the step's output."""
         module = self.lightning_module
         assert isinstance(module, FSDPModule)
         if not module.automatic_optimization:
             before_backward(module, closure_loss)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Buffers that training changes, such as BatchNorm's, are rank 0's everywhere, as under DDP."""
+        """Give every rank rank 0's buffers, such as BatchNorm's, as DDP does."""
         self._share_buffers()
 
     def _share_buffers(self) -> None:
@@ -214,81 +218,65 @@ class FSDP(DDP):
     # --- evaluate ---
 
     def on_validation_start(self) -> None:
-        """Ranks may have different numbers of batches, but all must gather a unit together.
+        """Gather all units before the first batch where ranks have different numbers of batches.
 
-        Where the numbers differ, units are gathered once, before the first batch, and kept to the end.
+        All ranks must gather a unit together; what is gathered here is kept to the end of the evaluation.
         """
         module = self.lightning_module
         assert module is not None
         self._share_buffers()
-        free(module)  # a step without a backward pass has left the root gathered, and the parts may have changed
+        reshard_all(module)  # a step without a backward pass has left the root gathered, and rows may have changed
         loop: Any = module.trainer._active_loop
         counts = gather_objects(list(loop.max_batches))
         if all(count == counts[0] for count in counts):
             return
-        self._kept = sharded(module)
-        with torch.inference_mode(False), torch.no_grad():
-            for part in self._kept:
-                part.set_reshard_after_forward(False, recurse=False)
-                part.unshard()
+        self._kept = sharded_modules(module)
+        for unit in self._kept:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
 
     def on_validation_end(self) -> None:
-        """Whoever asks for parameters after an evaluation gets the parts, the root's too."""
+        """Leave each rank its rows, the root's too, for whoever asks for parameters after an evaluation."""
         module = self.lightning_module
         assert module is not None
-        for part in self._kept:
-            part.set_reshard_after_forward(self.reshard_after_forward and part is not module, recurse=False)
+        for unit in self._kept:
+            unit.set_reshard_after_forward(self.reshard_after_forward and unit is not module, recurse=False)
         self._kept = []
-        free(module)
+        reshard_all(module)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Without inference mode: what a unit is first gathered into would be of no use to training."""
-        with torch.inference_mode(False), torch.no_grad():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `validation_step`."""
-        with torch.inference_mode(False), torch.no_grad():
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `validation_step`."""
-        with torch.inference_mode(False), torch.no_grad():
-            return super().predict_step(*args, **kwargs)
-
     # --- save and load ---
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """In parts where a run goes on from there and `sharded_files` says so; else whole, from rank 0. Collective."""
+        """Let each rank write its rows where `sharded_files` says so; else rank 0 writes whole tensors. Collective."""
         files, path = self.checkpoint_io, Path(filepath)
         if self.sharded_files and isinstance(files, WholeFiles) and is_of_a_run(path):
-            files.save_parts(*in_parts(checkpoint, self.is_global_zero), path, storage_options)
+            files.save_parts(*local_rows(checkpoint, self.is_global_zero), path, storage_options)
         else:
-            super().save_checkpoint(full(checkpoint, self.is_global_zero), filepath, storage_options)
+            super().save_checkpoint(to_full(checkpoint, self.is_global_zero), filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The optimizer's state stays on the disk until each tensor's turn: it is twice the weights, on every rank."""
+        """Leave the optimizer's state on the disk until each tensor's turn: whole, it is twice the weights."""
         if isinstance(self.checkpoint_io, WholeFiles):
             self.checkpoint_io.lazily = ("optimizer_states",)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Whole weights into a module that may be sharded already."""
+        """Load whole weights into a module that may be sharded already."""
         assert self.lightning_module is not None
         current = self.lightning_module.state_dict()
-        weights = {name: like(value, current.get(name)) for name, value in checkpoint["state_dict"].items()}
+        weights = {name: shard_like(value, current.get(name)) for name, value in checkpoint["state_dict"].items()}
         super().load_model_state_dict({"state_dict": weights}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Of the whole state, what belongs to this rank's part."""
+        """Load of the whole state this rank's rows."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(optimizer_like(state, optimizer))
 
     def teardown(self) -> None:
-        """As DDP's, but the parts stay where they are."""
+        """Tear down as DDP does, but leave the rows where they are."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -298,11 +286,11 @@ class FSDP(DDP):
 
 
 def choose_format(strategy: Strategy, wanted: str | None) -> list[str]:
-    """Set how checkpoints are written (`checkpoint.format`); returns a note where that cannot be as asked."""
+    """Set how checkpoints are written (`checkpoint.format`); return a note where that cannot be as asked."""
     can = isinstance(strategy, FSDP) and isinstance(strategy.checkpoint_io, WholeFiles)
     if can:
         strategy.sharded_files = wanted != "file"  # type: ignore[attr-defined]
     if can or wanted != "sharded":
         return []
-    why = "trainer.plugins has a CheckpointIO" if isinstance(strategy, FSDP) else "only the fsdp strategies have parts"
+    why = "trainer.plugins has a CheckpointIO" if isinstance(strategy, FSDP) else "only the fsdp strategies shard"
     return [f"checkpoint.format sharded: {why}, so a checkpoint is one file"]

@@ -1,4 +1,4 @@
-"""Starts the other processes of a node, where no launcher has, and ends all when one has ended badly."""
+"""Start the other processes of a node, where no launcher has, and end all when one has failed."""
 
 import os
 import subprocess
@@ -19,10 +19,10 @@ LOOK = 2  # seconds in which a process whose connections have ended comes to its
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Lightning's, but rank 0 may still write down what happened when another rank has died.
+    """Lightning's launcher, but rank 0 has time to write down what happened when another rank has died.
 
-    Lightning looks every five seconds whether one has, and then kills rank 0 at once: where the look came before rank 0
-    had noticed by itself, the run had no summary and the command no exit code of its own.
+    Lightning looks every five seconds whether one has, and then kills rank 0 at once: if rank 0 has not noticed by
+    itself before, the run has no summary and the command no exit code of its own.
     """
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:  # noqa: D102
@@ -35,17 +35,17 @@ class Launcher(_SubprocessScriptLauncher):
 
 
 def ended_badly(launcher: object) -> dict[int, int]:
-    """Of the processes that rank 0 has started: the exit codes of those that ended badly, by local rank."""
-    found = {}
+    """Return the exit codes of those of rank 0's child processes that failed, by local rank."""
+    codes = {}
     for rank, child in enumerate(getattr(launcher, "procs", []), 1):
         with suppress(subprocess.TimeoutExpired):
             if code := child.wait(LOOK):
-                found[rank] = code if code > 0 else 128 - code  # of a signal, as shells have it
-    return found
+                codes[rank] = code if code > 0 else 128 - code  # of a signal, as shells have it
+    return codes
 
 
 class Observer(_ChildProcessObserver):
-    """Looks whether the other processes live; kills all, `GRACE` after one was found dead."""
+    """Watch the other processes, and kill all `GRACE` seconds after one was found dead."""
 
     def _terminate_all(self) -> None:
         dead = next(rank for rank, child in enumerate(self._child_processes, 1) if child.returncode)

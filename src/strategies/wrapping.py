@@ -1,4 +1,4 @@
-"""What is done to a model's blocks from outside; the model knows nothing of it.
+"""Find a model's blocks and change them from outside; the model knows nothing of it.
 
 A model names its repeated blocks: `BLOCKS = (Block,)` on any of its modules. Parameter names stay as they are, so
 checkpoints load with and without these settings.
@@ -19,12 +19,7 @@ UNIT = 1_000_000  # parameters; gathering fewer costs more in starting than in s
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Every instance of the classes that some module of `model` lists in BLOCKS.
-
-    Raises:
-        AgreedError: BLOCKS is something else than a tuple or list of classes.
-
-    """
+    """Return every instance of the classes that some module of `model` lists in BLOCKS."""
     classes = tuple({cls for module in model.modules() for cls in _listed(module)})
     return [module for module in model.modules() if isinstance(module, classes)]
 
@@ -39,7 +34,7 @@ def _listed(module: nn.Module) -> tuple[type, ...]:
 
 
 def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules to gather one by one, with their names, inner ones first.
+    """Return the modules to gather one by one, with their names, inner ones first.
 
     They are the model's BLOCKS; where it names none, what a Hugging Face model says must not be split; else modules
     with a million parameters or more that are in no smaller such one. A module that shares a parameter with another
@@ -55,7 +50,7 @@ def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def norms_in_fp32(model: nn.Module, device: str) -> list[nn.Module]:
-    """Norms whose kernels refuse weights of 16 bits beside statistics or inputs of 32: small units of their own.
+    """Return norms whose kernels refuse weights of 16 bits beside statistics or inputs of 32.
 
     On GPUs those with running statistics; autocast feeds the others 32 bits there, but not on CPUs.
     """
@@ -66,22 +61,25 @@ def norms_in_fp32(model: nn.Module, device: str) -> list[nn.Module]:
 
 
 def _by_size(model: nn.Module) -> list[nn.Module]:
-    """Outer ones first. Attention reads its projection's weights without calling it, a list is never called at all."""
-    found: list[nn.Module] = []
+    """Return units by their size, outer ones first.
+
+    Attention reads its projection's weights without calling it, and a list is never called at all.
+    """
+    units: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        """How many parameters are left to what holds `module`."""
+        """Return how many parameters are left to what holds `module`."""
         inner = [] if isinstance(module, nn.MultiheadAttention) else list(module.children())
         within = {id(parameter) for child in inner for parameter in child.parameters()}
         own = [parameter for parameter in module.parameters() if id(parameter) not in within]
         left = sum(parameter.numel() for parameter in own) + sum(visit(child) for child in inner)
         if left < UNIT or isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
             return left
-        found.append(module)
+        units.append(module)
         return 0
 
     visit(model)
-    return found[::-1]
+    return units[::-1]
 
 
 def _shares(unit: nn.Module, model: nn.Module) -> bool:
@@ -102,12 +100,7 @@ def _blocks_or_refuse(model: nn.Module, setting: str) -> list[nn.Module]:
 
 
 def checkpoint_activations(model: nn.Module) -> int:
-    """Recompute each block's activations in the backward pass; returns how many blocks. Non-reentrant, as DDP needs.
-
-    Raises:
-        UserError: the model names no blocks.
-
-    """
+    """Recompute each block's activations in the backward pass; return how many blocks. Non-reentrant, as DDP needs."""
     blocks = _blocks_or_refuse(model, "activation_checkpointing")
     for block in blocks:
         block.forward = _recomputed(block)
@@ -126,13 +119,9 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
 
 
 def compile_blocks(model: nn.Module) -> int:
-    """Compile each block, and a `loss` method beside them (head and loss), in place; returns how many blocks.
+    """Compile each block, and a `loss` method beside them (head and loss), in place; return how many blocks.
 
     Block by block lets the gradient all-reduce overlap the backward pass, which a whole compiled network does not.
-
-    Raises:
-        UserError: the model names no blocks.
-
     """
     blocks = _blocks_or_refuse(model, "compile")
     for block in blocks:

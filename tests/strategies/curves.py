@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from src.strategies import resolve_strategy
 from src.strategies.fsdp import FSDP
-from src.strategies.full_state import full
+from src.strategies.full_state import to_full
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from tests.small_task import LETTERS, texts
 from tests.strategies.group import in_group
@@ -255,7 +255,7 @@ def train(name: str, strategy: str, precision: str, rank: int, world: int) -> di
     if strategy != "auto":
         for values in (curve, module.evaluated):
             torch.distributed.all_reduce(values)
-    weights = full(trainer.strategy.lightning_module_state_dict(), trainer.is_global_zero)
+    weights = to_full(trainer.strategy.lightning_module_state_dict(), trainer.is_global_zero)
     return {
         "losses": (curve if strategy == "auto" else curve / world).tolist(),
         "evaluated": (module.evaluated[0] / module.evaluated[1].clamp(min=1)).item(),

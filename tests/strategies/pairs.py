@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from src.precision import CHOICES, resolve_precision
 from src.strategies import NAMES, resolve_strategy
-from src.strategies.full_state import full
+from src.strategies.full_state import to_full
 from tests.tiny import loader, loaders, quiet_trainer
 
 FINE = 1234.567  # fp32 has it to 1e-4, bf16 has 1232
@@ -82,7 +82,7 @@ class Scaled(LightningModule):
         return ((self.layer(batch).float() + 1) * large).sum()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        (weight,) = full([self.layer.weight.detach()], keep=True)
+        (weight,) = to_full([self.layer.weight.detach()], keep=True)
         self.weights.append(weight.flatten().tolist())
         self.scales.append(self.trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
 

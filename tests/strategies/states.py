@@ -18,7 +18,7 @@ from src.checkpoint.write import WholeFiles
 from src.errors import UserError
 from src.strategies import NAMES, resolve_strategy
 from src.strategies.fsdp import FSDP, choose_format
-from src.strategies.full_state import full
+from src.strategies.full_state import to_full
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from tests.strategies.group import in_group
 from tests.strategies.pairs import PAIRS, SCALED, scaled, tried
@@ -95,8 +95,8 @@ def run(folder: Path, kind: str, strategy: str, rank: int, world: int, begin: Pa
     rows = torch.rand(STEPS * BATCH, 6, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, loader(trainer, rows, BATCH // world, train=True), ckpt_path=begin, weights_only=True)
     curve = torch.stack(module.losses).double()
-    state = full(trainer.strategy.lightning_module_state_dict(), trainer.is_global_zero)
-    optimizer = full(trainer.strategy.optimizer_state(trainer.optimizers[0]), trainer.is_global_zero)
+    state = to_full(trainer.strategy.lightning_module_state_dict(), trainer.is_global_zero)
+    optimizer = to_full(trainer.strategy.optimizer_state(trainer.optimizers[0]), trainer.is_global_zero)
     whole = [name for name, value in state.items() if value is not None]
     at_end = copy.deepcopy({"state_dict": state, "optimizer_states": [optimizer]}) if kind == "parts" else {}
     momenta = [value for one in optimizer.get("state", {}).values() for value in one.values()]
@@ -144,10 +144,8 @@ def refusals(world: int) -> dict[str, str]:
         ("mesh", Uneven("adamw"), FSDP(ranks_per_shard=3)),
         ("none", Uneven("adamw"), FSDP(ranks_per_shard=0)),
         ("word", Uneven("adamw"), FSDP(ranks_per_shard=cast(Any, "nodes"))),
-        ("sparse", Odd(nn.Embedding(4, 2, sparse=True)), FSDP()),
         ("lazy", Odd(nn.LazyLinear(2)), FSDP()),
         ("meta", Odd(nn.Linear(2, 2, device="meta")), FSDP()),
-        ("complex", Odd(nn.Linear(2, 2, dtype=torch.complex64)), FSDP()),
     ):
         trainer = quiet_trainer(strategy=strategy, devices=world, plugins=[TorchElasticEnvironment()], max_steps=1)
         try:

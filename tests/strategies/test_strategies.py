@@ -11,7 +11,7 @@ from src.errors import UserError
 from src.start import strategy_name
 from src.strategies import DDP, FSDP, NAMES, is_ours, resolve_strategy
 from src.strategies.fsdp import choose_format
-from tests.tiny import Line, loader, quiet_trainer
+from tests.tiny import Line, quiet_trainer
 
 
 @pytest.mark.parametrize(
@@ -100,15 +100,6 @@ def test_a_reduce_dtype_without_effect_is_told(precision, told):
     assert any(note.startswith("warning: reduce_dtype torch.bfloat16 has no effect") for note in notes) is told
 
 
-def test_no_shard_says_that_it_is_ddp(monkeypatch, capsys):
-    """`fsdp_no_shard` is DDP and says so."""
-    monkeypatch.setattr(DDPStrategy, "setup", lambda self, trainer: None)
-    strategy = StrategyRegistry.get("fsdp_no_shard")
-    assert isinstance(strategy, DDPStrategy)
-    strategy.setup(quiet_trainer())
-    assert capsys.readouterr().out == "note: fsdp_no_shard is ddp\n"
-
-
 @pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize(
     ("device", "given", "backend"),
@@ -130,7 +121,7 @@ def test_host_memory_is_reached_over_gloo(monkeypatch, name, device, given, back
         (FSDP(), [WholeFiles()], "file", False, ""),
         (FSDP(), [TorchCheckpointIO()], "sharded", False, "trainer.plugins has a CheckpointIO"),
         (FSDP(), [TorchCheckpointIO()], None, False, ""),
-        (DDP(), [WholeFiles()], "sharded", None, "only the fsdp strategies have parts"),
+        (DDP(), [WholeFiles()], "sharded", None, "only the fsdp strategies shard"),
         (DDP(), [WholeFiles()], None, None, ""),
     ],
 )
@@ -198,46 +189,3 @@ def test_a_type_that_gradients_cannot_be_added_in_is_refused():
 def test_a_strategys_name_says_how_it_is_set(given, name):
     """By name, by class in a configuration with what it was given, or as an object."""
     assert strategy_name(given) == name
-
-
-class Writes(Line):
-    """Changes a weight in its second step, or between two steps."""
-
-    def __init__(self, place: str) -> None:
-        super().__init__()
-        self.place, self.code = place, torch.nn.Parameter(torch.zeros(3), requires_grad=False)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        if batch_idx == 1 and self.place == "weight":
-            self.code.fill_(1.0)
-        return self.error(batch)
-
-    def on_train_batch_end(self, *_: object) -> None:
-        if self.place == "between":
-            with torch.no_grad():
-                self.code.fill_(1.0)
-
-
-@pytest.mark.parametrize("automatic", [True, False])
-@pytest.mark.parametrize("place", ["weight", "between", "nowhere"])
-def test_what_a_step_writes_in_vain_is_told(place, automatic, capsys):
-    """A sharded weight that training_step writes keeps nothing of it: one warning; between two steps it is kept."""
-    module = Writes(place)
-    if not automatic:
-        module.automatic_optimization = False
-        once = module.training_step
-
-        def by_hand(batch: torch.Tensor, batch_idx: int) -> None:
-            optimizer: Any = module.optimizers()
-            optimizer.zero_grad()
-            module.manual_backward(once(batch, batch_idx))
-            optimizer.step()
-
-        module.training_step = by_hand  # type: ignore[method-assign]
-    trainer = quiet_trainer(strategy="fsdp_full_shard", devices=1, max_epochs=1)
-    try:
-        trainer.fit(module, loader(trainer, torch.ones(4, 1), 1, train=True))
-    finally:
-        torch.distributed.destroy_process_group()
-    told = capsys.readouterr().out.count("fsdp throws away what a step writes into weights, or freezes (code)")
-    assert told == (place == "weight")

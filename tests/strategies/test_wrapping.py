@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from src.errors import AgreedError, UserError
-from src.strategies.notes import unit_notes
+from src.strategies.fsdp import FSDP
 from src.strategies.wrapping import checkpoint_activations, compile_blocks, find_blocks, find_units, norms_in_fp32
 from tests.small_task import Block, SmallNet, texts
 
@@ -246,20 +246,23 @@ def test_blocks_that_share_a_parameter_stay_with_the_root():
 
 
 def test_units_are_told():
-    """Rank 0 says how many units of which size are gathered, and what is left to the root."""
+    """Rank 0 says how many units of which size are gathered."""
     model = named(body=nn.Sequential(*[nn.Linear(1000, 1000, bias=False) for _ in range(3)]), head=nn.Linear(10, 10))
-    assert unit_notes(model, find_units(model)) == [
-        "note: fsdp gathers 3 units of Linear (1.0 M parameters each) and 110 parameters of the root"
+    assert FSDP()._notes(model, find_units(model)) == [
+        "note: fsdp gathers 3 x Linear, of at most 1,000,000 parameters, one by one"
     ]
 
 
 @pytest.mark.parametrize(
     ("model", "reason"),
-    [(nn.Linear(3, 3), "found no blocks, so all 12 parameters are gathered at once"), (net(), "are so small that")],
+    [
+        (nn.Linear(3, 3), "found no blocks, so all parameters are gathered at once"),
+        (net(), "starting a transfer takes longer than the transfer"),
+    ],
 )
 def test_a_division_that_does_not_help_is_warned_of(model, reason):
     """A model that is gathered as a whole, or in crumbs, is warned of with the reason and with what to do."""
-    warning = unit_notes(model, find_units(model))[-1]
+    (warning,) = FSDP()._notes(model, find_units(model))
     assert warning.startswith("warning: fsdp")
     assert reason in warning
     assert "BLOCKS" in warning
