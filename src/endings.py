@@ -5,6 +5,7 @@ import pickle
 import re
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def report(error: Exception) -> int:
     if lost_a_rank(error):  # where this rank was says nothing
         what = " ".join(str(error).split())[:300]
         print(f"another rank went away, and this one ends with it ({what})", file=sys.stderr)
+        time.sleep(1)  # launchers name the rank that ends first, and torchrun counts in seconds
         return exit_codes.LOST_A_RANK
     traceback.print_exception(error)
     if is_out_of_memory(error):

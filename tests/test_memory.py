@@ -1,34 +1,24 @@
 """What is said when memory is out: who held what, and settings that are valid and keep the global batch."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from slurm import fallen
 from src import exit_codes
 from src.callbacks.out_of_memory import OutOfMemory
 from src.cli import ProjectCLI, main
 from src.errors import UserError
-from src.memory import (
-    AS_CLASS,
-    EACH,
-    GIB,
-    Setup,
-    Usage,
-    advice,
-    asked_for,
-    is_on_host,
-    is_out_of_memory,
-    report,
-    unusable,
-)
-from src.out_of_memory import in_front, setup_of
+from src.memory import GIB, Usage, is_on_host, is_out_of_memory, unusable
+from src.out_of_memory import AS_CLASS, EACH, advice, with_setting
 from src.stopped import READ_BY_SCRIPT
-from src.strategies import FSDP
-from tests.commands import CPU, SMALL, TASK, TWO, fit, only_run, read_json, train
+from tests.commands import CPU, SMALL, TASK, TORCHRUN, TWO, fit, only_run, read_json, srun, train
 from tests.crash import Cramped
 from tests.small_task import SmallData, SmallModule
 from tests.tiny import quiet_trainer
@@ -49,51 +39,13 @@ FULL = Usage(
     optimizer=10 * GIB,
     buffers=GIB,
     peak=70 * GIB,
+    state=20 * GIB,
     fragmented=GIB,
     others=2 * GIB,
-    asked="2.50 GiB",
 )
-SETUP = Setup(
-    on_gpu=True,
-    training=True,
-    world_size=2,
-    parameters=GIB,
-    trainable=GIB,
-    precision="bf16-mixed",
-    auto_precision="bf16-mixed",
-    micro_batch_size=8,
-    smaller_batch=("--micro_batch_size", "4"),
-    global_batch_size=16,
-    has_blocks=True,
-    compiled=False,
-    recomputes=False,
-    sharding="none",
-    sharded_over=2,
-    in_front=None,
-    reduced=4,
-    accumulates=False,
-    reduces_each=False,
-    allocator=(),
-    takes_workers=True,
-)
-OFFLOAD = f"{AS_CLASS} --trainer.strategy.cpu_offload true {EACH}"
-SHARDED: dict[str, Any] = {"sharding": "full", "in_front": AS_CLASS}
-ALL = [
-    "--compile true",
-    "--micro_batch_size 4",
-    "--trainer.strategy fsdp_shard_grad_op",
-    "--trainer.strategy fsdp_full_shard",
-    "--activation_checkpointing true",
-    OFFLOAD,
-]
-
-
-def pasted(setup: Setup = SETUP, usage: Usage | None = FULL, **changed: Any) -> list[str]:
-    return [lever.paste for lever in advice(replace(setup, **changed), usage) if lever.paste]
-
-
-def without(*names: str) -> list[str]:
-    return [paste for paste in ALL if not any(name in paste for name in names)]
+OFFLOAD = "--trainer.strategy.cpu_offload true"
+FULL_SHARD = "--trainer.strategy fsdp_full_shard"
+FOREIGN = ["--trainer.strategy", "lightning.pytorch.strategies.DDPStrategy"]
 
 
 def caused_by(error: Exception) -> Exception:
@@ -122,12 +74,11 @@ def test_memory_that_is_out_is_recognized(error: Exception, host: bool) -> None:
 
 
 def test_the_hosts_allocator_is_recognized() -> None:
-    """What PyTorch really raises when the host has no memory, and how much it was asked for."""
+    """What PyTorch really raises when the host has no memory."""
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**58)
     assert is_out_of_memory(raised.value)
     assert is_on_host(raised.value)
-    assert asked_for(str(raised.value)) == f"{2**60} bytes"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes"), UserError("CUDA error: out of memory"), KeyError("memory")])
@@ -140,7 +91,6 @@ def test_the_message_tells_the_fragmentation() -> None:
     """It is from the moment of the failure, in whatever unit; a message without it tells nothing."""
     assert unusable(CUDA_SAYS) == round(512.5 * 2**20)
     assert unusable("CUDA out of memory.") is None
-    assert asked_for(CUDA_SAYS) == "2.50 GiB"
 
 
 # --- who held what ---
@@ -148,11 +98,18 @@ def test_the_message_tells_the_fragmentation() -> None:
 
 def test_the_table_accounts_for_the_peak() -> None:
     """What is no parameter, gradient, optimizer state or buffer at the peak is put down to the activations."""
-    said = "\n".join(report(SETUP, FULL, 1, "COMMAND"))
-    assert "out of memory on rank 1 of 2: NVIDIA H100 80GB HBM3 has 80.00 GiB, 2.50 GiB more were asked for" in said
-    amounts = [line.rsplit(maxsplit=2)[1] for line in FULL.lines()]
-    assert amounts == ["5.00", "5.00", "10.00", "1.00", "49.00", "1.00", "2.00"]
+    assert [line.rsplit(maxsplit=2)[1] for line in FULL.lines()] == [
+        "5.00",
+        "5.00",
+        "10.00",
+        "1.00",
+        "49.00",
+        "1.00",
+        "2.00",
+    ]
     assert replace(FULL, peak=0).rest == 0
+    large = replace(FULL, state=96 * GIB).lines()
+    assert large[-1] == "parameters, gradients and Adam alone take 96.00 GiB, whatever the batch"
 
 
 def test_what_is_there_is_measured() -> None:
@@ -171,106 +128,104 @@ def test_what_is_there_is_measured() -> None:
     assert usage is not None
     size = sum(parameter.numel() for parameter in tensors) * 4
     assert (usage.parameters, usage.gradients, usage.optimizer) == (size, size, 2 * size + 4 * len(tensors))
+    assert usage.state == 4 * size
     assert usage.peak > usage.parameters
 
 
 # --- what to turn ---
 
 
-def test_advice_comes_in_order_of_its_cost() -> None:
-    """What makes nothing slower first, larger cards last."""
-    assert pasted() == ALL
-    assert advice(SETUP, FULL)[-1].paste == ""
-    assert "cards with more memory" in advice(SETUP, FULL)[-1].effect
-    assert pasted(usage=None) == ALL
+def pasted(
+    *options: str, on_gpu: bool = True, usage: Usage | None = FULL, evaluates: bool = False, devices: list[str] = TWO
+) -> list[str]:
+    """What is offered for a configuration of two ranks with a global batch of 16."""
+    cli = ProjectCLI(["fit", *devices, *TASK, "--global_batch_size", "16", *options])
+    if evaluates:
+        cli.trainer.state.fn = TrainerFn.TESTING
+    shape = replace(cli.resolved.shape, accelerator="gpu" if on_gpu else "cpu")
+    resolved = replace(cli.resolved, shape=shape)
+    return [paste for paste, _ in advice(cli.trainer, cli.model, resolved, cli.settings, usage) if paste]
+
+
+ALL = [
+    "--compile true",
+    "--trainer.precision auto",
+    "--micro_batch_size 4",
+    FULL_SHARD,
+    "--activation_checkpointing true",
+    f"{AS_CLASS} {OFFLOAD} {EACH}",
+]
+
+
+class ByItself(SmallModule):
+    """Optimizes by itself, so that nothing can be accumulated for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
 
 @pytest.mark.parametrize(
-    ("changed", "missing"),
+    ("options", "more", "missing"),
     [
-        ({"compiled": True}, ("compile",)),
-        ({"smaller_batch": ()}, ("--micro",)),
-        ({"recomputes": True}, ("checkpointing",)),
-        ({"has_blocks": False}, ("compile", "checkpointing")),
-        ({"world_size": 1, "sharded_over": 1}, ("strategy",)),
-        ({"sharding": "grad_op"}, ("grad_op",)),
-        ({"sharding": "full"}, ("grad_op", "full_shard")),
-        ({"sharding": "offload"}, ("strategy",)),
-        ({"sharding": "other"}, ("strategy",)),
-        ({"training": False}, ("checkpointing", "offload", "grad_op")),
-        ({"on_gpu": False}, ("offload",)),
+        ([], {}, ()),
+        ([], {"usage": None}, ()),
+        (["--compile", "true"], {}, ("compile",)),
+        (["--micro_batch_size", "1"], {}, ("--micro",)),
+        (["--model", f"{__name__}.ByItself"], {}, ("--micro",)),
+        (["--activation_checkpointing", "true"], {}, ("checkpointing",)),
+        (["--trainer.precision", "bf16-mixed"], {}, ("precision",)),
+        ([*FOREIGN, "--trainer.strategy.find_unused_parameters", "false"], {}, ("strategy",)),
+        ([], {"devices": CPU}, ("strategy",)),
+        ([], {"evaluates": True}, ("checkpointing", "offload")),
+        ([], {"on_gpu": False}, ("offload", "precision")),
+        ([], {"usage": replace(FULL, state=96 * GIB)}, ("compile", "--micro", "checkpointing")),
     ],
 )
-def test_what_cannot_help_is_left_out(changed: dict[str, Any], missing: tuple[str, ...]) -> None:
-    """What is on already, what the model or the strategy does not allow, what one device cannot divide."""
-    assert pasted(**changed) == without(*missing)
+@pytest.mark.usefixtures("run_root")
+def test_advice_comes_in_order_of_its_cost_without_what_cannot_help(
+    options: list[str], more: dict[str, Any], missing: tuple[str, ...]
+) -> None:
+    """What is on already, what model or strategy do not allow, what one device cannot divide, is left out."""
+    wanted = [paste for paste in ALL if not any(name in paste for name in missing)]
+    batch = "--micro_batch_size 8" if more.get("devices") == CPU else "--micro_batch_size 4"
+    assert pasted(*options, **more) == [paste.replace("--micro_batch_size 4", batch) for paste in wanted]
 
 
-def test_sharding_over_a_node_can_be_over_all() -> None:
-    """A hybrid that holds a half may hold a quarter."""
-    assert "--trainer.strategy fsdp_full_shard" in pasted(sharding="full", sharded_over=2, world_size=4)
+@pytest.mark.parametrize(
+    ("given", "offered"),
+    [
+        ("--trainer.strategy fsdp_full_shard", []),
+        ("--trainer.strategy fsdp_shard_grad_op", [FULL_SHARD]),
+        ("--trainer.strategy fsdp_hybrid_shard", [FULL_SHARD]),
+        (
+            f"{AS_CLASS} --trainer.strategy.ranks_per_shard 1",
+            ["--trainer.strategy.reshard_after_forward true --trainer.strategy.ranks_per_shard null"],
+        ),
+        (f"{AS_CLASS} --trainer.strategy.cpu_offload true", []),
+    ],
+)
+@pytest.mark.usefixtures("run_root")
+def test_a_strategy_that_divides_a_part_can_divide_more(given: str, offered: list[str]) -> None:
+    """One that has a setting by class is not undone by a name."""
+    strategies = [paste for paste in pasted(*given.split()) if "strategy" in paste and EACH not in paste]
+    assert strategies == offered
 
 
-def test_sharding_says_what_it_saves() -> None:
-    """16 bytes a parameter divided by the ranks; grad-op keeps the gathered parameters, of 16 bits when mixed."""
-    saved = {lever.paste.split()[-1]: lever.effect for lever in advice(SETUP, FULL) if "fsdp_" in lever.paste}
-    assert saved["fsdp_full_shard"].startswith("saves 8.00 GiB of 16.00 GiB")
-    assert saved["fsdp_shard_grad_op"].startswith("saves 6.00 GiB of 16.00 GiB")
-
-
-def test_fsdp_may_reduce_each_micro_batch_where_whole_gradients_take_the_memory() -> None:
-    """12 GiB where a part is 6, of a card of 80; not for less than a twentieth of it, nor where it is done already."""
-    large = replace(SETUP, parameters=3 * GIB, trainable=3 * GIB, **SHARDED, accumulates=True)
-    (lever,) = [lever for lever in advice(large, FULL) if lever.paste == f"{AS_CLASS} {EACH}"]
-    assert lever.effect.startswith("saves 6.00 GiB")
-    assert f"{AS_CLASS} {EACH}" not in pasted(large, reduces_each=True)
-    assert f"{AS_CLASS} {EACH}" not in pasted(large, training=False)
-    assert f"{AS_CLASS} {EACH}" not in pasted(large, trainable=GIB)
-
-
-def test_a_smaller_micro_batch_does_not_bring_whole_gradients_with_it() -> None:
-    """A step of one pass reduces at once: with two passes fsdp would hold more of the gradients than before."""
-    large = replace(SETUP, parameters=3 * GIB, trainable=3 * GIB, **SHARDED)
-    assert f"--micro_batch_size 4 {AS_CLASS} {EACH}" in pasted(large)
-    assert "--micro_batch_size 4" in pasted(large, accumulates=True)
-    assert "--micro_batch_size 4" in pasted(large, reduces_each=True)
-    assert "--micro_batch_size 4" in pasted(large, in_front=None, sharding="none")
-
-
-def test_what_sharding_saves_is_less_while_a_step_accumulates() -> None:
-    """Of 16 bytes a parameter two ranks halve 12, as whole gradients stay; an offloaded one has them on the card."""
-    saved = [lever.effect for lever in advice(replace(SETUP, accumulates=True), FULL) if "fsdp_full" in lever.paste]
-    assert saved[0].startswith("saves 6.00 GiB of 16.00 GiB")
-    assert replace(SETUP, accumulates=True).held("offload", 2) == 4 * GIB
-    assert replace(SETUP, accumulates=True, reduces_each=True).held("full", 2) == SETUP.held("full", 2) == 8 * GIB
-    assert SETUP.held("offload", 2) == 0
-
-
-def test_gradients_that_are_summed_in_16_bits_take_half() -> None:
-    """What two ranks would keep whole is then no more than a part in 32 bits; in 64 bits it is twice as much."""
-    whole = replace(SETUP, accumulates=True, reduced=2)
-    assert whole.whole_gradients("full", 2) == 0
-    assert replace(whole, precision="64-true").whole_gradients("full", 2) == 4 * GIB
-
-
-def test_a_strategy_given_by_class_keeps_its_settings() -> None:
-    """Each lever adds to it; a name, or the class anew, would undo what it saves already."""
-    hybrid = replace(SETUP, **SHARDED | {"in_front": ""}, sharded_over=2, world_size=4, accumulates=True)
-    large = replace(hybrid, parameters=3 * GIB, trainable=3 * GIB)
-    assert EACH in pasted(large)
-    assert f"--trainer.strategy.cpu_offload true {EACH}" in pasted(large)
-    over_all = "--trainer.strategy.reshard_after_forward true --trainer.strategy.ranks_per_shard null"
-    (effect,) = [lever.effect for lever in advice(replace(large, reduces_each=True), FULL) if lever.paste == over_all]
-    assert effect.startswith("saves 12.00 GiB of 24.00 GiB")
-    assert not any(AS_CLASS in paste for paste in pasted(large))
-
-
-def test_an_evaluation_holds_parameters_alone() -> None:
-    """Neither gradients nor Adam are there to be divided, and nothing accumulates."""
-    levers = advice(replace(SETUP, training=False), FULL)
-    said = {lever.paste: lever.effect for lever in levers}
-    assert said["--trainer.strategy fsdp_full_shard"].startswith("saves 2.00 GiB of 4.00 GiB for parameters on each")
-    assert not any("accumulation" in effect or "Adam" in effect for effect in said.values())
+@pytest.mark.parametrize(
+    ("options", "offered"),
+    [
+        (["--trainer.strategy", "fsdp_full_shard", "--micro_batch_size", "2"], True),
+        (["--trainer.strategy", "fsdp_full_shard"], True),  # as the smaller batch accumulates
+        (["--trainer.strategy", "fsdp_full_shard", "--global_batch_size", "2"], False),
+        ([*AS_CLASS.split(), *EACH.split(), "--micro_batch_size", "2"], False),
+        (["--micro_batch_size", "2"], False),
+    ],
+)
+@pytest.mark.usefixtures("run_root")
+def test_gradients_are_divided_where_fsdp_would_keep_whole_ones(options: list[str], offered: bool) -> None:
+    """Where a step accumulates under fsdp, or would with the smaller batch, and it is not on already."""
+    assert any(EACH in paste and OFFLOAD not in paste for paste in pasted(*options)) == offered
 
 
 @pytest.mark.parametrize(
@@ -289,96 +244,31 @@ def test_a_strategy_can_be_given_more_settings(given: str) -> None:
     command = ["fit", *TWO, *TASK, *given.split()]
     cli = ProjectCLI(command)
     before: Any = cli.trainer.strategy
-    after: Any = ProjectCLI(
-        [*command, *in_front(before, cli.settings.trainer.strategy).split(), *EACH.split()]
-    ).trainer.strategy
+    more = with_setting(before, cli.settings.trainer.strategy, EACH)
+    after: Any = ProjectCLI([*command, *more.split()]).trainer.strategy
     for name in ("reshard_after_forward", "ranks_per_shard", "reduce_dtype", "cpu_offload", "_timeout"):
         assert getattr(after, name) == getattr(before, name)
     assert [made._ddp_kwargs.get("static_graph", False) for made in (before, after)] == ["static_graph" in given] * 2
     assert (before.sync_every_micro_batch, after.sync_every_micro_batch) == (False, True)
 
 
-class Registered(FSDP):
-    """A strategy of the user's, as it comes by a name of theirs."""
-
-
-class ByItself(SmallModule):
-    """Optimizes by itself, so that nothing can be accumulated for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-def setup_for(*options: str) -> Setup:
-    """What the command finds out about a configuration; a global batch of 8 on two ranks."""
-    cli = ProjectCLI(["fit", *TWO, *TASK, "--global_batch_size", "8", *options])
-    return setup_of(cli.trainer, cli.model, cli.resolved, cli.settings)
+@pytest.mark.usefixtures("run_root")
+def test_fragmentation_is_turned_only_where_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than a twentieth of the card, and not where the allocator does it already."""
+    ragged, setting = replace(FULL, fragmented=8 * GIB), "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert setting in pasted(usage=ragged)
+    assert setting not in pasted()
+    monkeypatch.setenv(*setting.split("=", 1))
+    assert setting not in pasted(usage=ragged)
 
 
 @pytest.mark.usefixtures("run_root")
-def test_the_configuration_says_what_accumulation_keeps() -> None:
-    """How gradients are summed, whether they are kept, and whether there can be more micro batches at all."""
-    named = setup_for("--trainer.strategy", "fsdp_full_shard", "--micro_batch_size", "2")
-    assert (named.in_front, named.reduced, named.accumulates, named.reduces_each) == (AS_CLASS, 4, True, False)
-    halves = ["--trainer.strategy.reduce_dtype", "bfloat16"]
-    given = setup_for(*AS_CLASS.split(), *halves, *EACH.split())
-    assert (given.in_front, given.reduced, given.accumulates, given.reduces_each) == ("", 2, False, True)
-    assert setup_for().in_front is None
-    assert setup_for().smaller_batch
-    assert setup_for("--model", f"{__name__}.ByItself").smaller_batch == ()
-
-
-def test_a_registered_strategy_stays_what_it_is() -> None:
-    """Its class is named, and not the one it is made from."""
-    assert in_front(Registered(), "theirs") == f"--trainer.strategy {__name__}.Registered"
-
-
-def test_fragmentation_is_turned_only_where_there_is_some() -> None:
-    """With what the environment sets already, and not where the allocator does it already."""
-    ragged = replace(FULL, fragmented=8 * GIB)
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in pasted(usage=ragged)
-    kept = pasted(usage=ragged, allocator=("max_split_size_mb:64",))
-    assert "PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True" in kept
-    assert pasted(usage=ragged, allocator=("expandable_segments:True",)) == ALL
-    assert pasted() == ALL
-
-
-def test_half_precision_is_offered_where_the_card_has_it() -> None:
-    """What `auto` would choose, unless that is fp32 too."""
-    assert "--trainer.precision bf16-mixed" in pasted(precision="32-true")
-    assert "--trainer.precision 16-mixed" in pasted(precision="32-true", auto_precision="16-mixed")
-    assert pasted(precision="32-true", auto_precision="32-true") == ALL
-
-
-def test_a_model_that_does_not_fit_at_any_batch_is_divided() -> None:
-    """Where parameters, gradients and Adam alone are more than the card, no smaller batch is offered."""
-    setup = replace(SETUP, parameters=6 * GIB, trainable=6 * GIB)
-    assert pasted(setup) == without("compile", "--micro", "checkpointing")
-    assert "parameters, gradients and Adam take 96.00 GiB alone, whatever the batch" in report(setup, FULL, 0, "")
-
-
-def test_loaders_that_bring_their_own_batches() -> None:
-    """No option of ours makes them smaller; the text says who can."""
-    (text,) = [
-        lever.effect
-        for lever in advice(replace(SETUP, micro_batch_size=None, smaller_batch=()), FULL)
-        if "brings its own batches" in lever.effect
-    ]
-    assert "--trainer.accumulate_grad_batches" in text
-
-
-def test_the_host_of_a_gpu_has_levers_of_its_own() -> None:
+def test_the_host_of_a_gpu_has_advice_of_its_own() -> None:
     """The batch on the card does not fill the host: loader processes do."""
-    host = replace(FULL, device="this machine", fragmented=None, others=None)
-    assert pasted(usage=host) == ["--data.num_workers 1"]
-    assert pasted(usage=host, takes_workers=False) == []
-    assert "Slurm: --mem" in advice(SETUP, host)[-1].effect
+    assert pasted(usage=replace(FULL, device="this machine", fragmented=None, others=None)) == []
 
 
-@pytest.mark.parametrize(
-    "paste", [*ALL, f"{AS_CLASS} {EACH}", "--trainer.precision bf16-mixed", "--data.num_workers 1"]
-)
+@pytest.mark.parametrize("paste", [*ALL, f"{AS_CLASS} {EACH}"])
 @pytest.mark.usefixtures("run_root")
 def test_every_advice_is_a_valid_option(paste: str) -> None:
     """The command takes it, and makes of it what the advice says, with the global batch kept."""
@@ -399,8 +289,7 @@ def test_a_run_without_memory_goes_on_with_the_advice(run_root: Path, capsys: py
     assert main(["fit", *CPU, *CRAMPED, "--run", "mine"]) == exit_codes.OUT_OF_MEMORY
     said = capsys.readouterr().err
     assert "OutOfMemoryError: CUDA out of memory" in said
-    assert "2.00 GiB more were asked for" in said
-    assert "all with the global batch of 8" in said
+    assert "each keeps the global batch of 8" in said
     assert "  --micro_batch_size 4\n" in said
     assert "--run mine\n" in said
     assert read_json(run_root / "mine/summary.json")["exit_reason"] == "out of memory"
@@ -427,7 +316,7 @@ def test_a_job_without_memory_is_submitted_again(
     monkeypatch.setenv(READ_BY_SCRIPT, "1")
     assert main(["fit", *CPU, *CRAMPED, "--run", "mine"]) == exit_codes.OUT_OF_MEMORY
     said = capsys.readouterr()
-    assert "to be added to\n  python slurm/jobs.py resume mine --\nby\n" in said.err
+    assert "Add it to\n  python slurm/jobs.py resume mine --\n" in said.err
     assert "continue      python slurm/jobs.py resume mine\n" in said.out
 
 
@@ -441,13 +330,40 @@ def test_an_evaluation_without_memory(run_root: Path, capsys: pytest.CaptureFixt
     assert "--activation_checkpointing" not in said
 
 
+ONE_RANK = [*CRAMPED, "--trainer.strategy", "fsdp_full_shard", "--global_batch_size", "16", "--model.rank", "1"]
+
+
 def test_one_rank_without_memory_is_the_reason_for_all(tmp_path: Path) -> None:
-    """Rank 1 explains itself once; the command ends with its code, and rank 0's summary says whose fault it was."""
-    sharded = ["--trainer.strategy", "fsdp_full_shard", "--global_batch_size", "16", "--model.rank", "1"]
-    done = train(tmp_path, "fit", *TWO, *CRAMPED, *sharded, check=False)
+    """Rank 1 explains itself once; the command ends with its code, and the summary says whose fault it was."""
+    done = train(tmp_path, "fit", *TWO, *ONE_RANK, check=False)
     assert done.returncode == exit_codes.OUT_OF_MEMORY, done.stderr
-    assert done.stderr.count("what to turn") == 1
+    assert done.stderr.count("Try one of these") == done.stderr.count("Traceback") == 1
     assert "out of memory on rank 1 of 2: this machine has" in done.stderr
-    assert "rank 1 is out of memory; rank 0 ends with it" in done.stderr
     summary = read_json(only_run(tmp_path) / "summary.json")
-    assert (summary["exit_reason"], summary["error"]) == ("out of memory", "rank 1 is out of memory")
+    assert summary["exit_reason"] == "out of memory"
+    assert summary["error"].startswith("rank 1: OutOfMemoryError: CUDA out of memory")
+
+
+def test_a_job_ends_as_the_rank_without_memory(tmp_path: Path) -> None:
+    """Under srun the other rank ends with a code of its own, and the job with the one of the first rank."""
+    processes = srun(tmp_path, 1, 2, "fit", *TWO, *ONE_RANK)
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [exit_codes.LOST_A_RANK, exit_codes.OUT_OF_MEMORY], outputs
+    batch = "".join(f"srun: error: n1: task {rank}: Exited with exit code {codes[rank]}\n" for rank in (0, 1))
+    assert fallen.job_exit_code(batch, max(codes)) == exit_codes.OUT_OF_MEMORY
+
+
+def test_torchrun_names_the_rank_without_memory(tmp_path: Path) -> None:
+    """It has an exit code of its own, and shows that of the first rank that failed."""
+    done = train(tmp_path, "fit", *TWO, *ONE_RANK, launcher=(*TORCHRUN, "--"), check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"Root Cause.*rank +: 1 .*exitcode +: 71 ", done.stderr, re.DOTALL)
+
+
+def test_ranks_without_memory_explain_it_once(tmp_path: Path) -> None:
+    """Where all of them run out of it in the same step."""
+    done = train(tmp_path, "fit", *TWO, *CRAMPED, "--global_batch_size", "16", check=False)
+    assert done.returncode == exit_codes.OUT_OF_MEMORY, done.stderr
+    assert done.stderr.count("Try one of these") == done.stderr.count("Traceback") == 1
+    assert done.stderr.count(" is out of memory too") == 1

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 
-from src.callbacks.out_of_memory import announced
 from src.callbacks.throughput import Throughput, peak_memory
 from src.checkpoint.best import SaveBest
 from src.checkpoint.files import ours
@@ -117,11 +116,12 @@ class RunRecord(Callback):
             return
         error = f"{type(exception).__name__}: {exception}".strip(": ")
         reason = _reason(exception)
-        if reason == "out of memory" and not is_out_of_memory(exception):
-            error = f"rank {announced()} is out of memory"
+        if reason == "lost a rank" and self.run.read_json("summary.json").get("exit_reason") == "out of memory":
+            return  # the rank that ran out of memory has written it
         self.write(trainer, reason, error)
-        if is_out_of_memory(exception) and not trainer.is_global_zero:
+        if reason == "out of memory" and not trainer.is_global_zero:
             # Rank 0 may wait for this one in a collective until it is killed.
+            error = f"rank {trainer.global_rank}: {error}"
             ended = {"exit_reason": reason, "error": error, "last_step": trainer.global_step}
             self._keep(self.run.read_json("summary.json") | ended)
 
@@ -175,6 +175,6 @@ def _reason(exception: BaseException) -> str:
         return "tripped"
     if isinstance(exception, KeyboardInterrupt | SystemExit):
         return "interrupted"
-    if is_out_of_memory(exception) or announced() is not None:
+    if is_out_of_memory(exception):
         return "out of memory"
     return "lost a rank" if lost_a_rank(exception) else "crashed"
