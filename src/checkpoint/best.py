@@ -1,4 +1,4 @@
-"""Keeps the best state by a validation metric."""
+"""Keep the best state by a validation metric."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +16,11 @@ from src.checkpoint.write import linked_or_said
 
 
 class SaveBest(ModelCheckpoint):
-    """Keeps the best state by `monitor` as `best-step=….ckpt`; says so once when nobody logs that metric.
+    """Keep the best state by `monitor` as `best-step=….ckpt`; print a note once when nobody logs that metric.
 
     The state is saved by `newest`, after the validation and all else that follows from the step, and only once where
-    the newest state is due too. A run can go on from it as from any other, unless the validation came between two micro
-    batches of one step, which a fraction as val_check_interval can bring.
+    the newest state is due too. A run can be resumed from it as from any other, unless the validation came between two
+    micro batches of one step, which a fraction as val_check_interval can bring.
     """
 
     def __init__(self, folder: Path, settings: CheckpointSettings, newest: SaveNewest) -> None:
@@ -34,14 +34,14 @@ class SaveBest(ModelCheckpoint):
             enable_version_counter=False,
         )
         self.folder, self.newest = folder, newest
-        self._told, self._named = False, ""
+        self._noted, self._named = False, ""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """No paths: they are of the folder's old place where a run was moved. The files know better."""
+        """Restore no paths: the run may have been moved. The files know better."""
         self._named = Path(state_dict["best_model_path"]).name
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Know the best of an earlier start, which may be younger than the state that training goes on from."""
+        """Find the best of an earlier start, which may be younger than the state that training resumes from."""
         super().on_train_start(trainer, pl_module)
         found = trainer.strategy.broadcast(self._find(trainer.global_step) if trainer.is_global_zero else None)
         if found is not None:
@@ -51,7 +51,7 @@ class SaveBest(ModelCheckpoint):
             self.best_k_models = {path: score}
 
     def _find(self, step: int) -> tuple[str, torch.Tensor] | None:
-        """The best on the disk and its score. On one rank, whose answer is everybody's."""
+        """Return the best on the disk and its score. On one rank, for all."""
         newest = self.folder / f"step={step:08d}.ckpt"
         if self._named == f"best-{newest.name}" and newest.is_file():  # killed before it had both its names
             linked_or_said(newest, self.folder / self._named)
@@ -71,7 +71,7 @@ class SaveBest(ModelCheckpoint):
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Nothing yet: the last best goes when the new one is there."""
+        """Delete nothing yet: the last best goes when the new one is there."""
 
     def _delete_others(self, best: Path) -> None:
         for path in ours(self.folder, "best"):
@@ -81,8 +81,8 @@ class SaveBest(ModelCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:
             super().on_validation_end(trainer, pl_module)
-        elif not self._told and trainer.is_global_zero:
-            self._told = True
+        elif not self._noted and trainer.is_global_zero:
+            self._noted = True
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             print(
                 f"note: checkpoint.monitor {self.monitor!r} is never logged (logged: {logged}), so no best checkpoint "

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: tensors and plain types alone, and a copy of them that training cannot change."""
+"""Reduce a checkpoint to tensors and plain types, and copy them so that training cannot change them."""
 
 import collections
 import copy
@@ -21,7 +21,7 @@ HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # Lightni
 
 
 def rebuild(value: Any, leaf: Callable[[str, Any], Any], name: str = "") -> Any:
-    """The same nest of dictionaries, lists and tuples with `leaf(name, value)` in the place of everything else."""
+    """Return the same nest of dictionaries, lists and tuples with `leaf(name, value)` in place of everything else."""
     if isinstance(value, dict):
         # A shallow copy keeps the class and what PyTorch hangs on a state_dict (`_metadata`).
         made = copy.copy(value) if type(value) in MAPPINGS else dict(value)
@@ -34,12 +34,12 @@ def rebuild(value: Any, leaf: Callable[[str, Any], Any], name: str = "") -> Any:
 
 
 def average_in(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
-    """The average of the weights (`src.callbacks.ema`) by their names; {} where none is kept."""
+    """Return the average of the weights (`src.callbacks.ema`) by their names; {} where none is kept."""
     return checkpoint.get("callbacks", {}).get(AVERAGE, {}).get("weights", {})
 
 
 def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint with plain types for paths, enums and what comes from NumPy, so that `weights_only` loads it.
+    """Return the checkpoint with plain types for paths, enums and NumPy's values, so that `weights_only` loads it.
 
     Any other object among the hyperparameters (a loss, a function) is kept as its text: they are a record, nothing
     is restored from them. Elsewhere it stays, see `refuse_unsafe`.
@@ -66,12 +66,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def refuse_unsafe(checkpoint: dict[str, Any]) -> None:
-    """Find out before the first step that a state holds what only an unsafe load could bring back.
-
-    Raises:
-        UserError: names it.
-
-    """
+    """Refuse before the first step a state with something that only an unsafe load could restore."""
     unsafe: list[str] = []
 
     def check(name: str, value: Any) -> None:
@@ -102,7 +97,7 @@ def _is_safe(value: Any) -> bool:
 
 
 class Copies:
-    """Copies of a state in the host's memory. Their buffers are used again, as page-locked memory is slow to get.
+    """Copy states into the host's memory. The buffers are used again, as page-locked memory is slow to get.
 
     A second state of the run must fit into the memory of the host whose process writes.
     """
@@ -112,7 +107,7 @@ class Copies:
         self._shared: dict[tuple[Any, ...], Tensor] = {}
 
     def of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """What training does next cannot change it. The one before is overwritten."""
+        """Return a copy that training cannot change; it overwrites the one before."""
         self._shared = {}
         before = self._buffers
         self._buffers = {}

@@ -1,4 +1,4 @@
-"""Moves checkpoints out of the way of those that look for one to go on from; nothing is deleted or overwritten."""
+"""Move checkpoints to where no start looks for one to resume from; nothing is deleted or overwritten."""
 
 from pathlib import Path
 
@@ -6,11 +6,9 @@ from src.checkpoint.files import steps_inside
 
 
 def put_aside(folder: Path, target: Path, first: int) -> list[Path]:
-    """Move what was saved after `first` steps or more to `target`; the step inside a file counts, not its name.
+    """Move what was saved after `first` steps or more to `target`; return where the moved files were.
 
-    Returns:
-        where the moved files were
-
+    The step inside a file counts, not its name.
     """
     moved = []
     for path in sorted(folder.glob("*.ckpt")):
@@ -27,7 +25,7 @@ def put_aside(folder: Path, target: Path, first: int) -> list[Path]:
 
 
 def free_name(path: Path) -> Path:
-    """`path`, or the same with a number where it is taken."""
+    """Return `path`, or the same with a number where it is taken."""
     number, free = 2, path
     while free.exists():
         number, free = number + 1, path.with_name(f"{path.stem}-{number}{path.suffix}")

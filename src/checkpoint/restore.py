@@ -28,7 +28,7 @@ State = dict[str, Any]
 
 
 class Restore(_CheckpointConnector):
-    """Loads the file that the command names and no other, under the settings of now.
+    """Load the file that the command names and no other, under the settings of now.
 
     Without a path Lightning looks by itself: for `hpc_ckpt_<N>.ckpt` in the working directory inside a Slurm job, and
     for what an OnExceptionCheckpoint has left in its folder. Either may be another run's.
@@ -209,7 +209,7 @@ class Restore(_CheckpointConnector):
 
 
 def _is_ours(callback: object) -> bool:
-    """Whether this project adds it to every run: its settings do not come from its state."""
+    """Return whether this project adds it to every run: its settings do not come from its state."""
     return type(callback).__module__.startswith(("src.callbacks.", "src.checkpoint."))
 
 
@@ -246,7 +246,7 @@ def _settings(group: State) -> State:
 
 
 def _comparable(state: State) -> State:
-    """What of a state can be kept in a checkpoint and compared: numbers, texts and what is made of them."""
+    """Return what of a state can be kept in a checkpoint and compared: numbers, texts and what is made of them."""
     numbers = rebuild(
         state, lambda _, value: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     )
@@ -280,7 +280,7 @@ def _gives_another_rate(scheduler: Any) -> bool:
 
 
 def _position(state: State) -> int:
-    """How often a schedule was stepped; of several in one, the first's."""
+    """Return how often a schedule was stepped; of several in one, the first's."""
     while "last_epoch" not in state and state.get("_schedulers"):
         state = state["_schedulers"][0]
     return int(state.get("last_epoch", 0))

@@ -1,4 +1,4 @@
-"""Checkpoints in parts: `step=….ckpt` as ever, but its sharded tensors lie in files that each rank has written.
+"""Checkpoints in parts: a `step=….ckpt` whose sharded tensors are in files that each rank has written.
 
     checkpoints/step=00000500.ckpt                       everything else, and the names of the parts; written last
     checkpoints/shards/step=00000500-3f2a91c4.0-of-2.pt  rank 0's rows of every sharded tensor, by name
@@ -29,12 +29,12 @@ STEP = re.compile(r"step=(\d{8,})")
 
 
 def part_path(path: Path, token: str, rank: int, world_size: int) -> Path:
-    """Where a rank writes its parts of the checkpoint `path`; the token tells this start's from an earlier one's."""
+    """Return where a rank writes its parts of `path`; the token tells this start's from an earlier one's."""
     return path.parent / FOLDER / f"{path.stem}-{token}.{rank}-of-{world_size}.pt"
 
 
 def parts_of(content: dict[str, Any], path: Path) -> dict[Path, int]:
-    """The files that belong to a checkpoint and their bytes; {} where it is in one piece.
+    """Return the files that belong to a checkpoint and their bytes; {} where it is in one piece.
 
     One that was moved to a folder beside the parts (`quarantine/`, `rolled-back/`) still has them.
     """
@@ -46,7 +46,7 @@ def parts_of(content: dict[str, Any], path: Path) -> dict[Path, int]:
 
 
 def lacking(content: dict[str, Any], path: Path) -> str | None:
-    """Which part is not there or not as long as it was written; None where all are."""
+    """Return which part is missing or has another length than was written; None where all are right."""
     for part, size in parts_of(content, path).items():
         if not part.exists():
             return f"{FOLDER}/{part.name}, a part of it, is missing"
@@ -63,23 +63,20 @@ class Rows:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return torch.Size([sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]])
 
     def whole(self) -> Tensor:
-        """In the host's memory."""
+        """Return the whole tensor, in the host's memory."""
         return torch.cat(self.parts)
 
 
 def load(path: Path, keys: Container[str] | None = None) -> dict[str, Any]:
-    """What a checkpoint holds, every tensor whole; what is in one piece is read where it is used.
+    """Return what a checkpoint holds, every tensor whole; what is in one piece is read where it is used.
 
     Args:
         path: of the `.ckpt` file
         keys: what is wanted of it; None: all
-
-    Raises:
-        FileNotFoundError: a part of it is not there.
 
     """
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -89,15 +86,12 @@ def load(path: Path, keys: Container[str] | None = None) -> dict[str, Any]:
 
 
 def join(content: dict[str, Any], path: Path, lazily: Container[str] = ()) -> dict[str, Any]:
-    """`content` of the file `path` with its tensors put together from their parts.
+    """Return `content` of the file `path` with its tensors put together from their parts.
 
     Args:
         content: of the file
         path: of the file
         lazily: keys under which `Rows` stand for the tensors, which need not all fit into memory at once
-
-    Raises:
-        FileNotFoundError: a part is not there.
 
     """
     files = [torch.load(part, map_location="cpu", weights_only=True, mmap=True) for part in parts_of(content, path)]
@@ -118,12 +112,7 @@ def join(content: dict[str, Any], path: Path, lazily: Container[str] = ()) -> di
 
 
 def await_parts(parts: list[Path]) -> None:
-    """Until other ranks have written theirs, which they do at the same time.
-
-    Raises:
-        OSError: one could not, or is silent; the text says which and why.
-
-    """
+    """Wait until other ranks have written their parts; OSError says which one could not, or is silent, and why."""
     for part in parts:
         failed, seen, since = part.with_name(part.name + FAILED), -1, time.monotonic()
         while not part.exists():
@@ -157,18 +146,18 @@ def sweep(folder: Path, below: int | None = None) -> None:
         below: only parts of fewer steps, as those of later ones may be on their way; None: all, when nobody writes
 
     """
-    there = [path for path in (folder / FOLDER).glob("*") if path.is_file()]
-    if not there:
+    parts = [path for path in (folder / FOLDER).glob("*") if path.is_file()]
+    if not parts:
         return
     kept, steps = set(), set()
     for path in [*folder.glob("*.ckpt"), *folder.glob("*/*.ckpt")]:
         try:
             kept |= torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(PARTS, {}).keys()
         except Exception:  # a torn file fails in many ways
-            steps.add(found[1] if (found := STEP.search(path.name)) else None)
-    for path in there:
-        found = STEP.search(path.name)
-        if found is None or path.name in kept or found[1] in steps or None in steps:
+            steps.add(name[1] if (name := STEP.search(path.name)) else None)
+    for path in parts:
+        name = STEP.search(path.name)
+        if name is None or path.name in kept or name[1] in steps or None in steps:
             continue
-        if below is None or int(found[1]) < below:
+        if below is None or int(name[1]) < below:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Writes checkpoint files that are whole or not there, while training goes on."""
+"""Write checkpoint files that are whole or not there, while training continues."""
 
 import os
 import re
@@ -28,15 +28,14 @@ Write = Callable[[dict[str, Any]], Exception | None]
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Writes to a temporary name in the same folder, to the disk, and only then under the file's own name.
+    """Write to a temporary name in the same folder, sync it to the disk, and only then give the file its own name.
 
     A process that is killed while it writes, or a machine that loses power, leaves the file of before or none.
     Lightning builds the whole file in memory first and does not wait for the disk.
 
-    A disk that is full or gone need not end the training, which another save may still preserve: where the caller says
-    by `storage_options` that it will look, `error` is what was wrong with the newest save, and None where it went well.
-    Only the process that writes knows it. Anybody else's save (Lightning's ModelCheckpoint, which then deletes an older
-    file) raises.
+    A full disk need not end the training, which a later save may still preserve: where the caller says by
+    `storage_options` that it will look, `error` is what was wrong with the newest save, on the process that writes, and
+    None where it went well. Anybody else's save (Lightning's ModelCheckpoint, which then deletes an older file) raises.
 
     Lightning's AsyncCheckpointIO copies on the GPU, where a second state seldom fits, and raises what went wrong at the
     next save; torch.distributed.checkpoint's writes a folder that no plain torch.load reads. Hence a thread of our own.
@@ -88,7 +87,7 @@ class WholeFiles(TorchCheckpointIO):
     def save_parts(
         self, checkpoint: dict[str, Any], parts: dict[str, Tensor], path: Path, storage_options: Then | str | None
     ) -> None:
-        """Each rank writes its `parts`, and rank 0 then the file that makes a checkpoint of them. Collective.
+        """Write each rank's `parts`, and on rank 0 then the file that makes a checkpoint of them. Collective.
 
         Args:
             checkpoint: all else, with IN_PARTS in their place
@@ -109,12 +108,12 @@ class WholeFiles(TorchCheckpointIO):
         self._save(lambda state: write_parts(state["checkpoint"], state["parts"], path, files, rank), state, then)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What is in it, with whole tensors where the file has its own in parts."""
+        """Return what is in it, with whole tensors where the file has its own in parts."""
         content = super().load_checkpoint(path, *args, **kwargs)
         return join(content, Path(path), self.lazily) if PARTS in content else content
 
     def wait(self) -> None:
-        """Until nothing is being written; raises what the function that a save was given has raised."""
+        """Wait until nothing is being written; raise what the function that a save was given has raised."""
         if self._pending is not None:
             pending = self._pending
             try:
@@ -124,7 +123,7 @@ class WholeFiles(TorchCheckpointIO):
                     self._pending = None
 
     def teardown(self) -> None:
-        """Lightning calls it when training is over, however it ends."""
+        """Wait, and end the writing thread; Lightning calls it however training ends."""
         try:
             self.wait()
         finally:
@@ -134,7 +133,7 @@ class WholeFiles(TorchCheckpointIO):
 
 
 def write(checkpoint: dict[str, Any], target: Path) -> Exception | None:
-    """Write it whole; returns what went wrong, None where nothing did."""
+    """Write a checkpoint whole; return what went wrong, None where nothing did."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as temporary, _plainly(target.parent):
@@ -147,17 +146,17 @@ def write(checkpoint: dict[str, Any], target: Path) -> Exception | None:
 def write_parts(
     checkpoint: dict[str, Any], parts: dict[str, Tensor], path: Path, files: list[Path | None], rank: int
 ) -> Exception | None:
-    """This rank's file of parts; on rank 0 then, when all are there, the file that makes a checkpoint of them.
+    """Write this rank's file of parts; on rank 0 then, when all exist, the file that makes a checkpoint of them.
 
     Args:
         checkpoint: all that is not in parts
         parts: of this rank
         path: of the checkpoint
-        files: where each rank writes its parts
+        files: where each rank writes its parts; None for a rank with none
         rank: this one
 
     """
-    own, there = files[rank], [file for file in files if file is not None]
+    own, all_parts = files[rank], [file for file in files if file is not None]
     error = write(parts, own) if own else None
     if rank and own and error:
         with suppress(OSError):  # a disk that is full; rank 0 will miss the part
@@ -166,12 +165,12 @@ def write_parts(
         return error
     try:
         if error is None:
-            await_parts(there)
-            error = write({**checkpoint, PARTS: {file.name: file.stat().st_size for file in there}}, path)
+            await_parts(all_parts)
+            error = write({**checkpoint, PARTS: {file.name: file.stat().st_size for file in all_parts}}, path)
     except OSError as missed:
         error = missed
     if error:
-        for file in there:
+        for file in all_parts:
             with suppress(OSError):
                 file.unlink(missing_ok=True)
     return error
@@ -179,14 +178,14 @@ def write_parts(
 
 @contextmanager
 def _plainly(folder: Path) -> Iterator[None]:
-    """What the disk said, where torch has words of its own ("enforce fail at inline_container.cc … pos 64 vs 0")."""
+    """Raise what the disk reports in place of torch's words ("enforce fail at inline_container.cc … pos 64 vs 0")."""
     try:
         yield
     except RuntimeError as error:
         if "inline_container" not in str(error):
             raise
-        if said := re.search(r"strerror: (.+)", str(error)):
-            raise OSError(said[1]) from error
+        if reason := re.search(r"strerror: (.+)", str(error)):
+            raise OSError(reason[1]) from error
         free = FULL
         with suppress(OSError):  # a folder that is gone
             free = shutil.disk_usage(folder).free
@@ -228,12 +227,7 @@ def linked_or_said(path: Path, other: Path) -> bool:
 
 
 def give_name(path: Path, other: Path) -> None:
-    """Let what is at `path` be at `other` too, whole or not at all: the same bytes where the file system has links.
-
-    Raises:
-        OSError: the copy that it takes elsewhere has no room, or is not whole.
-
-    """
+    """Give the file at `path` a second name, `other`: a link, or a whole copy where the file system has no links."""
     with replacing(other) as temporary:
         temporary.unlink(missing_ok=True)
         try:
@@ -246,12 +240,7 @@ def give_name(path: Path, other: Path) -> None:
 
 
 def back_up(path: Path, folder: Path) -> None:
-    """Copy a checkpoint and its parts to `folder`, and delete older copies there once the new one is whole.
-
-    Raises:
-        OSError: it cannot be copied; the older copy stays.
-
-    """
+    """Copy a checkpoint and its parts to `folder`, and delete older copies there once the new one is whole."""
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     for file in [*parts_of(content, path), path]:
         copy = folder / file.relative_to(path.parent)
