@@ -76,7 +76,7 @@ def begin(
 
     own = history.own_job(os.environ)
     if limits and (why := limits.used_up(run, own, start) or requeue.stuck(run, own)):
-        say(f"not started again: {why}; python slurm/jobs.py resume {run.name} goes on")
+        say(f"not started again: {why}; python slurm/jobs.py resume {run.name} resumes it")
         history.note(run, own, "end", code=exit_codes.STOPPED, why=why)
         return f"exit {exit_codes.STOPPED}"
     # Before the claim: a job that cannot train leaves the race to the others.
@@ -92,7 +92,7 @@ def begin(
     history.note(run, own, "start", restart=start, nodes=nodes, step=step)
     # Slurm runs the batch script on the job's first node, that of rank 0.
     exports = {"MASTER_ADDR": address(os.environ["SLURMD_NODENAME"]), "MASTER_PORT": str(free_port(int(job)))}
-    from_where = f"goes on from step {step}" if step >= 0 else "begins"
+    from_where = f"resumes from step {step}" if step >= 0 else "begins"
     say(f"{from_where}, " + " ".join(f"{name}={value}" for name, value in exports.items()))
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in exports.items())
 

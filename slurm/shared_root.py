@@ -1,4 +1,4 @@
-"""Folders on a machine with other users: what a job executes must lie where none of them can change it."""
+"""Keep what a job executes where no other user can change it."""
 
 import os
 import stat
@@ -8,16 +8,11 @@ from slurm.errors import LaunchError
 
 
 def make_folder(folder: Path, mode: int = 0o755) -> None:
-    """Make `folder` and those above it that are missing; whatever the umask, no group can write to them.
-
-    Raises:
-        LaunchError: it cannot be made.
-
-    """
+    """Make `folder` and its missing parents; whatever the umask, no group can write to them."""
     try:
-        for missing in reversed([place for place in folder.parents if not place.exists()]):
+        for missing in reversed([parent for parent in folder.parents if not parent.exists()]):
             missing.mkdir(mode=0o755, exist_ok=True)
-        folder.mkdir(mode=mode, exist_ok=True)  # an error where it is a file
+        folder.mkdir(mode=mode, exist_ok=True)  # an error if it is a file
     except OSError as error:
         raise LaunchError(f"the folder {folder} cannot be made ({error.strerror}): set RUN_ROOT") from error
 
@@ -37,7 +32,7 @@ def refuse_shared(folder: Path) -> None:
 
 
 def group_warning(folder: Path) -> list[str]:
-    """Return the warning about a folder that its group can write to; none where it is missing."""
+    """Return the warning about a folder that its group can write to; none if it is missing."""
     mode = folder.stat().st_mode if folder.exists() else 0
     if mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
         return [f"its group can write to {folder} and so change what your jobs execute (--trust-run-root: it may)"]

@@ -35,8 +35,8 @@ REASONS = {
     "BadConstraints": "no node has these features or that many GPUs: sinfo -o '%P %G %f'",
     "JobArrayTaskLimit": "as many of this grid run as --parallel allows",
     # States of a job that Slurm does not start again.
-    "PREEMPTED": "the site cancels what it preempts: jobs.py resume RUN goes on from the newest checkpoint",
-    "NODE_FAIL": "a node died: jobs.py resume RUN goes on from the newest checkpoint",
+    "PREEMPTED": "the site cancels what it preempts: jobs.py resume RUN resumes it from the newest checkpoint",
+    "NODE_FAIL": "a node died: jobs.py resume RUN resumes it from the newest checkpoint",
 }
 LIMITS = ("QOS", "Assoc", "MaxGRES", "MaxCpu", "MaxNode", "MaxJobs")  # beginnings of many more reasons
 # A job that is started again after a preemption or a dead node is COMPLETING or REQUEUED, then PENDING.
@@ -53,7 +53,7 @@ def hint(reason: str) -> str:
         if reason.strip("()").startswith(name):
             return text
     if reason.strip("()").startswith(LIMITS):
-        return "a limit of your account or QOS: sacctmgr show assoc user=$USER; it goes on when other jobs end"
+        return "a limit of your account or QOS: sacctmgr show assoc user=$USER; it starts when other jobs end"
     return ""
 
 

@@ -18,6 +18,7 @@ from src import exit_codes
 from tests.cluster.interruptions import begun, kill_node, last_node, limit, of, preempt, requeued, said, steps
 from tests.cluster.jobs import field, needs_root, slurm, start_now, wait_for
 from tests.cluster.project import PATIENCE, Project
+from tests.commands import ROOT, SMALL, losses
 
 TWO = ("--nodes", "2", "--gpus-per-node", "1", "--name", "gpt", "--no-check")
 ONE = ("--nodes", "1", "--gpus-per-node", "1", "--name", "gpt", "--no-check")
@@ -42,7 +43,7 @@ def test_at_its_time_limit_a_job_goes_on_in_another_start(project: Project) -> N
     (project.runs / "gpt/go").touch()
     project.wait(job, "COMPLETED")
     assert field(job, "ExitCode") == "0:0"
-    assert f"goes on from step {stopped_at}, " in said(project, job)
+    assert f"resumes from step {stopped_at}, " in said(project, job)
     assert (project.runs / "gpt/STOPPED.previous").exists()
     assert not (project.runs / "gpt/STOPPED").exists()
     environments = [facts["environment"] for facts in project.seen("gpt").values()]
@@ -77,7 +78,7 @@ def test_a_job_that_is_preempted_without_grace_goes_on_from_what_it_saved(projec
     before = steps(project)
     start_now(job)
     begun(project, before)
-    assert f"goes on from step {before}, " in said(project, job)
+    assert f"resumes from step {before}, " in said(project, job)
 
 
 def test_what_the_site_cancels_without_grace_is_resumed_by_hand(project: Project, partition: None) -> None:
@@ -90,12 +91,12 @@ def test_what_the_site_cancels_without_grace_is_resumed_by_hand(project: Project
     before = steps(project)
     listed = project.command("jobs.py", "list").stdout
     assert re.search(rf"gpt +{job} +PREEMPTED", listed), listed
-    assert "PREEMPTED: the site cancels what it preempts: jobs.py resume RUN goes on" in listed
+    assert "PREEMPTED: the site cancels what it preempts: jobs.py resume RUN resumes it" in listed
     done = project.command("jobs.py", "resume", "gpt")
     (again,) = re.findall(r"^job (\d+): gpt", done.stdout, re.MULTILINE)
     project.jobs.append(again)
     begun(project, before)
-    assert f"goes on from step {before}, " in said(project, again)
+    assert f"resumes from step {before}, " in said(project, again)
 
 
 def test_a_signal_before_training_listens_is_worth_a_restart(project: Project) -> None:
@@ -112,6 +113,19 @@ def test_a_signal_before_training_listens_is_worth_a_restart(project: Project) -
     for code in (140, 143, 138):
         assert f"a signal came before training could save (exit code {code}): asks Slurm for another start" in told
     assert "not started again: two restarts have made no step" in told
+
+
+@needs_root
+def test_real_training_that_is_signalled_in_its_first_moment_still_runs_to_its_end(project: Project) -> None:
+    """As soon as its process is there, whether Python, PyTorch or training has it in hand: requeued, then COMPLETED."""
+    project.root = ROOT
+    (job,) = project.submit("--no-snapshot", *ONE, "--", *SMALL)
+    wait_for(lambda: of(SLURM_JOB_ID=job, SLURM_PROCID="0", SLURM_STEPID="0") != [], PATIENCE, "its process is there")
+    slurm("scancel", "--signal=USR2", f"{job}.0")
+    requeued(job)
+    start_now(job)
+    project.wait(job, "COMPLETED")
+    assert len(losses(project.runs / "gpt")) == 4
 
 
 def test_a_python_that_goes_at_the_end_is_no_end_of_the_run(project: Project) -> None:
@@ -142,7 +156,7 @@ def test_a_cancelled_job_stays_cancelled_also_while_it_saves(project: Project) -
     (again,) = re.findall(r"^job (\d+): gpt", done.stdout, re.MULTILINE)
     project.jobs.append(again)
     begun(project, before)
-    assert f"goes on from step {before}, " in said(project, again)
+    assert f"resumes from step {before}, " in said(project, again)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +205,7 @@ def test_a_job_whose_node_dies_goes_on_on_others(project: Project) -> None:
         project.wait(job, "COMPLETED")
     finally:
         cluster.up()
-    assert f"goes on from step {before}, " in said(project, job)
+    assert f"resumes from step {before}, " in said(project, job)
     events = [entry["event"] for entry in history.read(project.runs / "gpt", job)]
     assert events == ["start", "start", "end"]
 
@@ -257,8 +271,9 @@ def test_without_scontrol_the_job_says_how_to_go_on(project: Project) -> None:
     slurm("scancel", "--signal=USR2", f"{job}.0")
     project.wait(job, "FAILED")
     assert field(job, "ExitCode") == f"{exit_codes.STOPPED}:0"
-    assert "requeueing failed (no scontrol on this node): python slurm/jobs.py resume gpt goes on" in said(project, job)
-    assert "Slurm does not say when this job ends" in said(project, job)
+    assert "requeueing failed (no scontrol on this node): python slurm/jobs.py resume gpt resumes it" in said(
+        project, job
+    )
 
 
 @needs_root

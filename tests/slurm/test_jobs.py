@@ -183,7 +183,7 @@ def test_what_slurm_does_not_start_again_can_be_resumed_at_once(
     submitted(root, "gpt", "11")
     queue(bin_folder, f"11|N/A|11|{state}|None|")
     assert f"{state}: " in run_jobs("list").stdout
-    assert "jobs.py resume RUN goes on" in run_jobs("list").stdout
+    assert "jobs.py resume RUN resumes it" in run_jobs("list").stdout
     assert "nothing to resume" not in run_jobs("resume", "gpt").stderr
 
 

@@ -20,7 +20,7 @@ NOT_OURS = (
 )
 FILES = (
     *("slurm/11.json", "slurm/11_history.jsonl", "slurm/race-r", "slurm/token.submitting", "slurm/11_batch.out"),
-    *("slurm/11_0_log.out", "summary.json", "heartbeat", "heartbeat.json", "STOPPED", "DONE", "checkpoints", "slurm"),
+    *("slurm/11_0_log.out", "summary.json", "heartbeat", "STOPPED", "DONE", "checkpoints", "slurm"),
 )
 
 

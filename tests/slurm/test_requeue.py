@@ -96,7 +96,7 @@ def test_a_limit_ends_the_chain(run: Path, limits: dict[str, int], reason: str) 
     code, told = decide(run, 0, "", **limits)
     assert (code, asked(run)) == (exit_codes.STOPPED, [])
     assert reason in told
-    assert told.endswith("python slurm/jobs.py resume run goes on")
+    assert told.endswith("python slurm/jobs.py resume run resumes it")
     assert reason in history.read(run, "7")[-1]["why"]
 
 
@@ -170,7 +170,7 @@ def test_a_controller_that_is_away_is_asked_again(
     code, told = decide(run, 0)
     waited = slept.count(requeue.AGAIN_SECONDS)
     assert (code, len(asked(run)), waited) == (exit_codes.STOPPED, asks, asks - 1)
-    assert ("jobs.py resume run goes on" in told) == (asks == 1)
+    assert ("jobs.py resume run resumes it" in told) == (asks == 1)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_without_scontrol_only_a_preemption_is_waited_for(
     stopped.mark(run, 40, signal)
     code, told = decide(run, 0)
     assert code == exit_codes.STOPPED
-    assert "requeueing failed (no scontrol on this node): python slurm/jobs.py resume run goes on" in told
+    assert "requeueing failed (no scontrol on this node): python slurm/jobs.py resume run resumes it" in told
     assert slept == ([requeue.GRACE_SECONDS] if waits else [])
 
 
