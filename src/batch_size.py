@@ -1,4 +1,4 @@
-"""Finds the micro batch that trains fastest within the memory, and keeps the global batch.
+"""Find the micro batch that trains fastest within the memory, and keeps the global batch.
 
     python -m src.batch_size --config configs/h100_n1_gpu2.yaml --task language
     python -m src.batch_size --headroom 0.2 --trial-minutes 10 --config …
@@ -39,11 +39,11 @@ from src.cli import ProjectCLI
 from src.errors import UserError
 from src.files import read_json
 from src.hardware import process_environment, read_shape
+from src.memory import STATE_BYTES
 from src.preparation import prepare_yaml, quieten
 from src.resolution import batch_options, class_name, plan_of
 
 PASSES = 4  # of a trial's step: from two on gradients are kept between passes, with more the optimizer's share falls
-STATE_BYTES = 16  # of a parameter, its gradient and Adam's two moments, 4 each
 # Behind the user's own options, whose last one counts.
 TRIAL = [
     *("--trainer.max_epochs", "-1", "--trainer.max_time", "null", "--trainer.fast_dev_run", "false"),
@@ -63,7 +63,7 @@ class FailedError(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """What a micro batch came to."""
+    """The outcome of training with a micro batch."""
 
     micro_batch_size: int
     peak: float | None  # GiB, of the rank that took most; None where memory ran out
@@ -84,12 +84,7 @@ class Settings(ProjectCLI):
 
 
 def plan_here(config: Namespace) -> BatchPlan:
-    """How the configuration spreads its global batch.
-
-    Raises:
-        UserError: its data takes no batch size, its numbers do not fit, or a launcher has started this process.
-
-    """
+    """Return how the configuration spreads its global batch."""
     shape = read_shape(config.trainer.accelerator, config.trainer.num_nodes, config.trainer.devices)
     environment = process_environment(replace(shape, num_nodes=1))
     if shape.devices > 1 and not isinstance(environment, LightningEnvironment):
@@ -132,12 +127,7 @@ def most_trials(count: int) -> int:
 
 
 def attempt(root: Path, arguments: list[str], micro_batch_size: int, steps: int, minutes: float) -> Trial:
-    """Train for a few steps in processes of their own.
-
-    Raises:
-        FailedError: they ended with an error of another kind.
-
-    """
+    """Train for a few steps in processes of their own; what fails for another reason than memory is a FailedError."""
     folder = root / f"micro-{micro_batch_size}"
     folder.mkdir()
     command = [sys.executable, "-m", "src.cli", "fit", *arguments, *TRIAL, "--run", "trial"]
@@ -179,13 +169,7 @@ def attempt(root: Path, arguments: list[str], micro_batch_size: int, steps: int,
 
 
 def find(config: Namespace, arguments: list[str], options: argparse.Namespace) -> int:
-    """Try, print a row for each trial and what to paste; returns the exit code.
-
-    Raises:
-        UserError: there is nothing to find in this configuration.
-        FailedError: a trial failed for another reason than memory.
-
-    """
+    """Try, print a row for each trial and what to paste; return the exit code."""
     plan = plan_here(config)
     sizes = divisors(plan.share)
     nodes = config.trainer.num_nodes
@@ -220,7 +204,7 @@ def find(config: Namespace, arguments: list[str], options: argparse.Namespace) -
         return exit_codes.OUT_OF_MEMORY
     best = max(good, key=lambda trial: trial.speed)
     if (room := _room(best, options)) is None:
-        print("note: no limit of memory is known on a CPU, so speed alone decides; --limit-gib sets one for a process")
+        print("note: no limit of memory is known on a CPU, so speed alone decides")
     else:
         print(f"memory: up to {room:.2f} GiB a device, so that {options.headroom:.0%} stay free")
     if nodes > 1:
@@ -233,8 +217,7 @@ def find(config: Namespace, arguments: list[str], options: argparse.Namespace) -
 
 
 def _room(trial: Trial, options: argparse.Namespace) -> float | None:
-    limit = options.limit_gib or trial.card
-    return None if limit is None else limit * (1 - options.headroom)
+    return None if trial.card is None else trial.card * (1 - options.headroom)
 
 
 def _fits(trial: Trial, options: argparse.Namespace) -> bool:
@@ -269,7 +252,6 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--headroom", type=float, default=0.1, help="share of the memory to leave free (0.1)")
-    parser.add_argument("--limit-gib", type=float, help="memory of a device, where it is not the card's own")
     parser.add_argument("--trial-minutes", type=float, default=5.0, help="a trial that takes longer is ended (5)")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a trial; the first is not timed (4)")
     options, arguments = parser.parse_known_args(argv)
@@ -291,8 +273,6 @@ def main(argv: list[str] | None = None) -> int:
 def _check(options: argparse.Namespace) -> None:
     if not 0 <= options.headroom < 1:
         raise UserError(f"--headroom is {options.headroom}; it is a share of the memory, from 0 to below 1")
-    if options.limit_gib is not None and options.limit_gib <= 0:
-        raise UserError(f"--limit-gib is {options.limit_gib}; it is a positive number of GiB")
     if options.trial_minutes <= 0:
         raise UserError(f"--trial-minutes is {options.trial_minutes}; it is a positive number of minutes")
     if options.steps < 2:

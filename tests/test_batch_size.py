@@ -147,21 +147,18 @@ def test_the_fastest_that_leaves_room_is_chosen(finder: Finder, world: list[tupl
 
 def test_a_trial_is_a_bounded_number_of_passes(finder: Finder, world: list[tuple[int, list[str]]]) -> None:
     """A micro batch of 1 in a global batch of 256 would take 256 passes a step; its trial takes 4."""
-    finder("--limit-gib", "3", *CPU, *CRAMPED, "--global_batch_size", "256")
+    finder("--headroom", "0.925", *CPU, *CRAMPED, "--global_batch_size", "256")
     batches = {size: int(arguments[-1]) for size, arguments in world}
     assert batches == {16: 64, 2: 8, 1: 4}
     finder(*CPU, *CRAMPED, "--trainer.accumulate_grad_batches", "8", "--global_batch_size", "256")
     assert world[-1][1][-4:] == ["--global_batch_size", "128", "--trainer.accumulate_grad_batches", "4"]
 
 
-@pytest.mark.parametrize(("limit", "largest"), [(["--limit-gib", "20"], 6), (["--headroom", "0.5"], 10)])
-def test_the_limit_can_be_set(
-    limit: list[str], largest: int, finder: Finder, world: list[tuple[int, list[str]]]
-) -> None:
-    """As another card's memory, or as another share to leave free."""
-    _, said, _ = finder(*limit, *CPU, *CRAMPED, "--global_batch_size", "60")
+def test_the_share_to_leave_free_can_be_set(finder: Finder, world: list[tuple[int, list[str]]]) -> None:
+    """Of a card of 40 GiB a half is for 10 samples."""
+    _, said, _ = finder("--headroom", "0.5", *CPU, *CRAMPED, "--global_batch_size", "60")
     fits = [int(line.split()[0]) for line in said.splitlines()[3:] if line.strip()[0].isdigit() and "over" not in line]
-    assert max(fits) == largest
+    assert max(fits) == 10
 
 
 def test_several_nodes_are_tried_on_one(finder: Finder, world: list[tuple[int, list[str]]]) -> None:
@@ -237,7 +234,6 @@ def test_a_crash_shows_what_it_said(finder: Finder, monkeypatch: pytest.MonkeyPa
     ("arguments", "said"),
     [
         (["--headroom", "1"], "--headroom is 1.0; it is a share of the memory, from 0 to below 1"),
-        (["--limit-gib", "0"], "--limit-gib is 0.0; it is a positive number of GiB"),
         (["--steps", "1"], "--steps is 1; it must be at least 2"),
         (["--trial-minutes", "0"], "--trial-minutes is 0.0; it is a positive number of minutes"),
         ([*CPU, *TASK, "--trainer.max_epoch", "1"], "did you mean trainer.max_epochs?"),

@@ -4,11 +4,9 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _MockOptimizer
 
 from src.batch_plan import BatchPlan
 from src.batching import GlobalBatchSampler, training_loaders
-from src.callbacks.log_interval import steps_in_all
 from src.callbacks.throughput import count_samples
 from src.checkpoint.best import SaveBest
 from src.errors import AgreedError
@@ -25,8 +23,6 @@ class TrainingCounts(Callback):
 
     """
 
-    STEPLESS = 200  # batches without an optimizer step that are worth a warning
-
     def __init__(self, run: Run, plan: BatchPlan | None, asked: str | None) -> None:
         self.run, self.plan, self.asked = run, plan, asked
         self._begun: int | None = None
@@ -34,15 +30,10 @@ class TrainingCounts(Callback):
         self._said_short = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count raw optimizer steps, too, and say now what can be known now."""
+        """Count raw optimizer steps, too."""
         self._begun = trainer.global_step
         if not pl_module.automatic_optimization:
             count_raw_steps(trainer)
-            if all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
-                _say(trainer, "configure_optimizers gives no optimizer: steps of others are not counted or saved")
-        total, first = steps_in_all(trainer) * trainer.accumulate_grad_batches, trainer.val_check_batch
-        if trainer.enable_validation and first is not None and total < first < float("inf"):
-            _say(trainer, f"training ends after {total:g} batches, before the first validation (after {first:g})")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Compare the first batch of this start with the plan; manifest.json gets the batch that is trained."""
@@ -75,12 +66,6 @@ class TrainingCounts(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
         self._batches += 1
-        if self._batches == self.STEPLESS and trainer.global_step == self._begun:
-            _say(
-                trainer,
-                f"in {self._batches} batches no optimizer step was counted: nothing is saved, signals and max_steps "
-                "are not heeded, until an optimizer that configure_optimizers gives makes one",
-            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say once that the data has fewer batches than its length."""
