@@ -162,6 +162,26 @@ def test_a_configuration_that_cannot_be_read_is_one_line(
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("how", ["garbage", *REFUSED])
+def test_a_cache_that_cannot_be_used_is_one_line(
+    how: str, run_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the path, and 75 for a full disk."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("text " * 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache := tmp_path / "cache"))
+    if how == "garbage":
+        cache.write_bytes(GARBAGE)
+    else:
+        refuse(monkeypatch, cache, how)
+    small = ["--model.depth", "1", "--model.width", "16", "--model.heads", "1", "--run", "a"]
+    command = ["fit", *CPU, "--task", "language", "--data.folder", str(tmp_path / "texts"), *small]
+    assert main(command) == (exit_codes.BUSY if how == "full" else exit_codes.BAD_INPUT)
+    said = capfd.readouterr().err
+    assert str(cache) in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     "write",
     [
