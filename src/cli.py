@@ -51,7 +51,7 @@ from src.checkpoint.save import SaveNewest
 from src.checkpoint.schedule import CheckpointSettings
 from src.checkpoint.write import WholeFiles
 from src.command_line import config_files
-from src.endings import leave, out_of_time, report, results, run_to_its_end
+from src.endings import keep_metrics, leave, out_of_time, report, results, run_to_its_end
 from src.errors import NotSavedError, Stopped, UserError
 from src.files import write_text
 from src.hangs.debug import debug_collectives
@@ -63,7 +63,7 @@ from src.loggers import keep_wandb_run, run_loggers
 from src.preparation import prepare_environment, prepare_yaml, quieten
 from src.resolution import asked_batch, resolve
 from src.run import Run, find_run, open_run
-from src.start import finished_text, manifest_facts, refuse_without_data, resume_command, start_lines
+from src.start import finished_text, manifest_facts, refuse_missing, refuse_without_data, resume_command, start_lines
 from src.strategies.fsdp import choose_format
 from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from src.trainer import ProjectTrainer, as_list, trainer_settings
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # before training, where nothing is to be saved
+    except KeyboardInterrupt:  # before training, when there is nothing to save
         return exit_codes.INTERRUPTED
     finally:
         signals.restore()
@@ -175,7 +175,7 @@ class ProjectCLI(StrictCLI):
         self.max_seconds = Timer(limit)._duration if limit else None
         try:
             trainer = super().instantiate_trainer(**trainer_settings(self.resolved, given.trainer), **kwargs)
-        except (TypeError, ValueError, RuntimeError) as error:  # of Lightning's checks: the user's objects are built
+        except (TypeError, ValueError) as error:  # of Lightning's checks: the user's objects are built
             raise UserError(str(error)) from error
         trainer.model_settings = yaml.safe_load(self.config_text).get("model")  # type: ignore[attr-defined]
         timeout = self.settings.collective_timeout_minutes
@@ -183,8 +183,8 @@ class ProjectCLI(StrictCLI):
         self.resolved.notes += [*notes, *choose_format(trainer.strategy, given.checkpoint.format)]
         return trainer
 
-    def training_callbacks(self, run: Run, record: RunRecord, speed: Throughput) -> list[Callback]:
-        """Return the callbacks of every training, in the order in which their hooks are called.
+    def training_callbacks(self, run: Run, record: RunRecord, speed: Throughput) -> list[Callback | None]:
+        """Return the callbacks of every training, in the order in which their hooks are called; None is left out.
 
         To have one more in every run, add it here; in one run, name it in the configuration (trainer.callbacks): those
         come before these.
@@ -197,7 +197,7 @@ class ProjectCLI(StrictCLI):
         newest = SaveNewest(
             folder, given.checkpoint, {"loss": loss}, speed.restart_clock, self.max_seconds, breaker.running_since
         )
-        callbacks = [
+        return [
             self._watchdog(run, record),  # before whatever may hang
             record,  # its checks come before all other work, and it sees every exception
             TrainingCounts(run, self.resolved.plan, asked_batch(self.settings)),
@@ -214,7 +214,6 @@ class ProjectCLI(StrictCLI):
             speed,  # after saving, which its clock leaves out
             Progress(loss, speed) if shown else None,
         ]
-        return [callback for callback in callbacks if callback is not None]
 
     def _watchdog(self, run: Run, record: RunRecord | None = None) -> Watchdog:
         record_collectives(run.path)
@@ -232,11 +231,9 @@ class ProjectCLI(StrictCLI):
             compile_blocks(self.model)
         self.trainer.callbacks.insert(0, self.memory)  # type: ignore[attr-defined]  # it measures before others free
         arguments = self._prepare_subcommand_kwargs(self.command)
-        if (path := arguments["ckpt_path"]) and not Path(path).is_file():
-            use = "is continued by its name alone, --run" if self.command == "fit" else "has its best: --run NAME"
-            raise UserError(f"--ckpt_path {path}: no such file; a run {use}")
+        refuse_missing(self.command, arguments["ckpt_path"])
         # Tensors and plain types: a checkpoint must not run code, unless the user trusts this one.
-        arguments["weights_only"] = arguments["weights_only"] is not False or not path
+        arguments["weights_only"] = arguments["weights_only"] is not False or not arguments["ckpt_path"]
         try:
             if self.command != "fit":
                 self._evaluate(arguments)
@@ -319,7 +316,7 @@ class ProjectCLI(StrictCLI):
         self.trainer.fit(**arguments)
         if self.trainer.is_global_zero:
             steps = int(self.settings.trainer.fast_dev_run)
-            print(f"fast_dev_run: {steps} batch(es) of training and validation, and nothing is kept of it")
+            print(f"fast_dev_run: {steps} batch(es) of training and validation; nothing is kept")
 
     def _evaluate(self, arguments: dict[str, Any]) -> None:
         run = self._run_to_evaluate(arguments["ckpt_path"])
@@ -330,14 +327,13 @@ class ProjectCLI(StrictCLI):
             if not os.access(folder, os.W_OK):
                 raise UserError(f"the predictions cannot be written to {folder}: name another folder with --output")
             arguments["return_predictions"] = False
-        callbacks = [
+        self._add_callbacks(
             # The weights' average, where the checkpoint has one, is what is evaluated.
             None if any(isinstance(callback, EMA) for callback in self.trainer.callbacks) else EMA(),  # type: ignore[attr-defined]
             self._watchdog(run),
             Preemption(),
             WritePredictions(folder / "predictions.pt") if self.command == "predict" else None,
-        ]
-        self._add_callbacks(*(callback for callback in callbacks if callback is not None))
+        )
         if self.trainer.is_global_zero:
             print(f"{self.command}: {run.checkpoint}")
             print("".join(f"note: {note}\n" for note in self.resolved.notes), end="")
@@ -345,12 +341,7 @@ class ProjectCLI(StrictCLI):
             files.lazily = ("optimizer_states",)  # nobody asks for it: of a checkpoint in parts it stays on the disk
         metrics = getattr(self.trainer, self.command)(**arguments)
         if self.trainer.is_global_zero and metrics:
-            merged = {key: value for part in metrics for key, value in part.items()}
-            result = {"checkpoint": run.checkpoint, "metrics": merged}
-            try:
-                Run(str(folder), "evaluated").write_json(f"{self.command}.json", result)
-            except OSError as error:
-                print(f"note: {folder} takes no {self.command}.json ({error.strerror}); --output FOLDER names another")
+            keep_metrics(folder / f"{self.command}.json", run.checkpoint, metrics)
 
     def _run_to_evaluate(self, path: str | None) -> Run:
         if path and self.settings.run is None:
@@ -361,8 +352,8 @@ class ProjectCLI(StrictCLI):
         run.checkpoint = path or run.checkpoint
         return run
 
-    def _add_callbacks(self, *callbacks: Callback) -> None:
-        self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
+    def _add_callbacks(self, *callbacks: Callback | None) -> None:
+        self.trainer.callbacks += [callback for callback in callbacks if callback is not None]  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Turn the way a command ends into its last lines and its exit code (all of them: src/exit_codes.py)."""
 
+import json
 import os
 import pickle
 import re
@@ -7,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,27 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.trainer.connectors.callback_connector import _validate_callbacks_list
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from src import exit_codes
 from src.checkpoint.best import SaveBest
 from src.checkpoint.files import step_in_name
 from src.errors import AgreedError, TrippedError, UserError, hint, of_a_file
+from src.files import write_text
 from src.memory import is_out_of_memory
 from src.out_of_memory import explain as explain_memory
 from src.ranks import lost_a_rank
 from src.strategies.launcher import ended_badly
 
 # Where Lightning refuses a setting with a plain ValueError or RuntimeError: `val_check_interval` beyond the epoch,
-# EarlyStopping on a metric that nobody logs. What the user's code raises there comes from a function of its own.
-REFUSALS = {_FitLoop.setup_data.__code__, EarlyStopping._validate_condition_metric.__code__}
+# EarlyStopping on a metric that nobody logs, a callback twice. What the user's code raises there comes from a function
+# of its own.
+REFUSALS = {
+    _FitLoop.setup_data.__code__,
+    EarlyStopping._validate_condition_metric.__code__,
+    _validate_callbacks_list.__code__,
+}
 
 
 def run_to_its_end(cli: Any) -> int:
@@ -135,6 +144,16 @@ def results(trainer: Trainer) -> str:
         if isinstance(call, EarlyStopping) and call.stopping_reason_message:
             text += f"; ended by EarlyStopping: {call.stopping_reason_message}"
     return text
+
+
+def keep_metrics(path: Path, checkpoint: str | None, metrics: Sequence[Mapping[str, float]]) -> None:
+    """Write the metrics of an evaluation of `checkpoint`, one mapping for each loader; Lightning has printed them."""
+    merged = {key: value for of_loader in metrics for key, value in of_loader.items()}
+    content = {"checkpoint": checkpoint, "metrics": merged}
+    try:
+        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        print(f"note: {path.parent} takes no {path.name} ({error.strerror}); --output FOLDER names another")
 
 
 def complain(error: UserError) -> int:

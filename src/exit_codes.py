@@ -12,7 +12,7 @@
 | 75  | somebody trains the run, or the disk cannot be read or written right now | later |
 | 76  | another rank went away amid a collective operation; its own code says why | by that |
 | 85  | a signal asked it to stop: the state is saved, and STOPPED is in the run directory | resumes |
-| 130 | Ctrl-C: the first, in training, saves as a signal does; the second leaves at once | by hand: it resumes |
+| 130 | Ctrl-C: in training the first saves as a signal does; any other leaves at once | by hand: it resumes |
 | 137 | SIGKILL, by whomever | resumes from the newest checkpoint |
 | 143 | SIGTERM where nothing is saved, as in an evaluation (129, 138, 140: SIGHUP, SIGUSR1, 2) | begins anew |
 

@@ -26,6 +26,13 @@ def refuse_without_data(command: str, model: LightningModule, data: LightningDat
         raise UserError(f"{command} needs data, and {names} has no {hook}: give --data my.Data, or write that method")
 
 
+def refuse_missing(command: str, checkpoint: str | None) -> None:
+    """Refuse a --ckpt_path that is no file; Lightning would train on, or evaluate, without it."""
+    if checkpoint and not Path(checkpoint).is_file():
+        use = "is continued by its name alone, --run" if command == "fit" else "has its best: --run NAME"
+        raise UserError(f"--ckpt_path {checkpoint}: no such file; a run {use}")
+
+
 def task_name(model: LightningModule) -> str:
     """Return `vision` for src.tasks.vision.VisionModule, the class's name for any other module."""
     path = type(model).__module__.split(".")

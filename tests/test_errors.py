@@ -121,6 +121,10 @@ def test_weights_that_fsdp_has_not_gathered_are_explained():
             ["--trainer.callbacks+", "src.callbacks.ema.EMA", "--trainer.callbacks.decay", "1.5"],
             "the decay of EMA is 1.5",
         ),
+        (
+            ["--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor", "a"] * 2,
+            "Found more than one stateful",
+        ),
     ],
 )
 def test_a_setting_that_is_refused_late_is_one_line(given, said, capfd):
