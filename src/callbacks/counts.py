@@ -1,4 +1,4 @@
-"""Counts what is really trained and validated, and says where that is not what was asked for."""
+"""Count what is really trained and validated, and say where that is not what was asked for."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from src.run import Run
 
 
 class TrainingCounts(Callback):
-    """Compares the batch, the steps and the validations of a training with what was meant.
+    """Compare the batch, the steps and the validations of a training with what was meant.
 
     Args:
         run: the run directory, whose manifest.json gets the batch that is trained
@@ -83,12 +83,7 @@ class TrainingCounts(Callback):
         self._validations += not trainer.sanity_checking
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what is not in hand although it was meant to be.
-
-        Raises:
-            AgreedError: no step was counted, so nothing is saved and the run is not finished.
-
-        """
+        """Warn of what was meant to be and is not; a run without a step is not finished, which is an error."""
         wanted = 0 not in (trainer.limit_train_batches, trainer.max_steps, trainer.max_epochs)
         if wanted and not trainer.should_stop and trainer.global_step == (self._begun or 0):
             if self._batches:

@@ -1,4 +1,4 @@
-"""An average of the weights over the last steps, which is evaluated in their place.
+"""Average the weights over the last steps, and evaluate the average in their place.
 
 python -m src.cli fit … --trainer.callbacks+ src.callbacks.ema.EMA --trainer.callbacks.decay 0.999
 """
@@ -20,9 +20,9 @@ from src.strategies.full_state import shard_like
 class EMA(Callback):
     """An exponential moving average of the weights; after each step it is decay · average + (1 - decay) · weight.
 
-    Validation, test and prediction use it; training goes on with the weights that the optimizer has, to the last bit as
-    without it. A checkpoint holds both, the average beside the weights, and goes on under every strategy and number of
-    processes; `python -m src.checkpoint export` writes the average.
+    Validation, test and prediction use it; training continues with the optimizer's weights, bit for bit as without it.
+    A checkpoint holds both, the average beside the weights, and resumes under every strategy and number of processes;
+    `python -m src.checkpoint export` writes the average.
 
     Parameters that are frozen when training starts are left out. Buffers of floating-point numbers that a checkpoint
     keeps, such as BatchNorm's statistics, are averaged, too: they belong to the weights they were measured with.
@@ -31,14 +31,11 @@ class EMA(Callback):
     parameters that it has; while it evaluates another one of the weights.
 
     Lightning's EMAWeightAveraging copies the whole module before it is sharded, which cannot be averaged with parts,
-    and puts the average in the weights' place before the last save: a run could not go on from its end (2.6.6).
+    and puts the average in the weights' place before the last save: a run could not be resumed from its end (2.6.6).
 
     Args:
         decay: how much of the average stays in a step: 0.999 averages some 1000 steps
         start_step: steps before averaging begins; until then the weights themselves are evaluated
-
-    Raises:
-        UserError: such an average cannot be.
 
     """
 
@@ -60,7 +57,7 @@ class EMA(Callback):
 
     @property
     def state_key(self) -> str:
-        """Where a checkpoint has the average."""
+        """Return the key of the average in a checkpoint."""
         return AVERAGE
 
     # --- average ---
@@ -83,7 +80,7 @@ class EMA(Callback):
                 _copy(loaded, self.averages)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Once per step, of which a batch may be a part only."""
+        """Update the average once per step, of which a batch may be a part only."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
@@ -103,7 +100,7 @@ class EMA(Callback):
             self.averages[name] = part.detach().to(torch.promote_types(part.dtype, torch.float32), copy=True)
 
     def _tensors(self, module: LightningModule) -> dict[str, Tensor]:
-        """What is averaged; a module may have replaced its buffers."""
+        """Return what is averaged; a module may have replaced its buffers."""
         return self._parameters | {name: module.get_buffer(name) for name in self._buffers}
 
     # --- evaluate ---
@@ -118,7 +115,7 @@ class EMA(Callback):
         else:
             now = dict(pl_module.named_parameters(remove_duplicate=False)) | dict(pl_module.named_buffers())
             if trainer.is_global_zero:
-                print("note: evaluated is the average of the weights (EMA)", flush=True)
+                print("note: evaluating the EMA weights", flush=True)
         self._replaced = {name: part for name, part in now.items() if name in average}
         # Of inference tensors training could make no use.
         with torch.inference_mode(False), torch.no_grad():
@@ -126,7 +123,7 @@ class EMA(Callback):
             _copy(average, self._replaced)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training goes on with the weights."""
+        """Put the weights back for training."""
         self._put_back()
         if trainer.state.fn != TrainerFn.FITTING:
             self._loaded = None
@@ -135,7 +132,7 @@ class EMA(Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Who saves now must find the weights."""
+        """Put the weights back: whoever saves now must find them."""
         self._put_back()
 
     def _put_back(self) -> None:
@@ -147,7 +144,7 @@ class EMA(Callback):
     # --- save and load ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The average under the names that the weights have, sharded where they are."""
+        """Return the average under the names of the weights, sharded where they are."""
         average = self.averages
         return {"weights": {name: average[first] for name, first in self._names.items()}} if average else {}
 
@@ -155,7 +152,7 @@ class EMA(Callback):
         self._loaded = state_dict["weights"]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """What a Trainer has averaged before says nothing of a file without an average."""
+        """Forget what this Trainer has averaged before; the file may have no average."""
         self._loaded = {}
 
 
@@ -166,5 +163,5 @@ def _copy(values: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Remembers which parameters are frozen, which no state_dict does."""
+"""Remember which parameters are frozen, which no state_dict does."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Frozen(Callback):
-    """Freezes and unfreezes, in a run that goes on, what had been frozen and unfrozen when the state was saved.
+    """Freeze and unfreeze, in a resumed run, what had been frozen and unfrozen when the state was saved.
 
     Fine-tuning unfreezes a part after some epochs. Lightning's BaseFinetuning freezes it again in every start, and a
-    run that went on behind that epoch trained the rest alone, without a word (Lightning 2.6.6).
+    run that was resumed behind that epoch trained the rest alone, without a word (Lightning 2.6.6).
 
     Where a start freezes other parameters than the run's first start did, the user has changed that, and it stays.
     """
@@ -22,13 +22,13 @@ class Frozen(Callback):
         self._module: LightningModule | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
-        self._module, found = pl_module, frozen(pl_module)
+        self._module, names = pl_module, frozen(pl_module)
         if self._saved is None:
-            self._first = found
-        elif found == self._first:
+            self._first = names
+        elif names == self._first:
             freeze(pl_module, self._saved)
-        elif found != self._saved:
-            self._first = found
+        elif names != self._saved:
+            self._first = names
             if trainer.is_global_zero:
                 print(
                     "note: this start freezes other parameters than the run's first did; they are left so", flush=True
@@ -45,13 +45,13 @@ class Frozen(Callback):
 
 
 def frozen(module: nn.Module) -> list[str]:
-    """The names of the parameters that want no gradient, and of the BatchNorms that take no statistics."""
+    """Return the names of the parameters without a gradient, and of the BatchNorms that take no statistics."""
     names = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     return names + [name for name, norm in _norms(module) if not norm.track_running_stats]
 
 
 def freeze(module: nn.Module, names: list[str]) -> None:
-    """These alone."""
+    """Freeze these alone."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in names)
     for name, norm in _norms(module):
@@ -59,6 +59,6 @@ def freeze(module: nn.Module, names: list[str]) -> None:
 
 
 def _norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    """Those that have statistics; BaseFinetuning stops them where it freezes."""
+    """Return the BatchNorms that have statistics; BaseFinetuning stops them where it freezes."""
     parts = module.named_modules()
     return [(name, part) for name, part in parts if isinstance(part, _BatchNorm) and part.running_mean is not None]

@@ -1,11 +1,11 @@
-"""When a row is due, and writing it: the same for every callback that logs."""
+"""Decide when a row of metrics is due, and write it: the same for every callback that logs."""
 
 import torch
 from lightning import Trainer
 
 
 def row_index(trainer: Trainer) -> int:
-    """The index of the row of now, from 0: that of the step that is being done, until all that follows it is done.
+    """Return the index of the current optimizer step, from 0; it changes when all callbacks have seen the step's end.
 
     Lightning's own rows carry it. A step is one of the optimizer (`global_step`), but under manual optimization a
     batch, however many steps of however many optimizers the module makes in it.
@@ -14,7 +14,7 @@ def row_index(trainer: Trainer) -> int:
 
 
 def row_is_due(trainer: Trainer) -> bool:
-    """Whether the batch that just ended is the last of a step, and the step the last of a log interval."""
+    """Return whether the batch that just ended is the last of a step, and the step the last of a log interval."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by Lightning's logger connector
     return every > 0 and (row_index(trainer) + 1) % every == 0 and not trainer.fit_loop._should_accumulate()
 
@@ -28,7 +28,7 @@ def write_row(trainer: Trainer, values: dict[str, float]) -> None:
 
 
 def steps_in_all(trainer: Trainer) -> float:
-    """How many steps `row_index` will have counted at the end of training, infinite where nothing ends it.
+    """Return how many steps `row_index` will have counted when training ends, infinite where nothing ends it.
 
     Lightning says -1 for a stream without a length. Under manual optimization `max_steps` is of optimizers' steps, and
     nobody knows how many a batch takes.

@@ -1,4 +1,4 @@
-"""`predict` ends in a file."""
+"""Write the predictions of `predict` to a file."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from src.ranks import gather_objects
 
 
 class WritePredictions(BasePredictionWriter):
-    """Writes what `predict_step` returned, one entry per batch in the data set's order, to `predictions.pt`.
+    """Write what `predict_step` returned, one entry per batch in the data set's order, to `predictions.pt`.
 
     Ranks hand theirs to rank 0. Tensors and plain types load again with `torch.load(path, weights_only=True)`.
     """
@@ -24,12 +24,12 @@ class WritePredictions(BasePredictionWriter):
     def write_on_epoch_end(  # noqa: D102
         self, trainer: Trainer, pl_module: LightningModule, predictions: Any, batch_indices: Any
     ) -> None:
-        parts = gather_objects(predictions)
+        of_ranks = gather_objects(predictions)
         if not trainer.is_global_zero:
             return
-        longest = max(len(part) for part in parts)
+        longest = max(map(len, of_ranks))
         # Loaders split every batch over the ranks, so the data set's order goes batch by batch, rank by rank.
-        ordered = [part[i] for i in range(longest) for part in parts if i < len(part)]
+        ordered = [batches[i] for i in range(longest) for batches in of_ranks if i < len(batches)]
         with replacing(self.path) as temporary, temporary.open("wb") as file:
             torch.save(ordered, file)
         print(f"predictions of {len(ordered)} batches: {self.path}")

@@ -1,4 +1,4 @@
-"""A progress bar at a terminal, a line now and then in a log file: loss, speed, time left."""
+"""Show loss, speed and time left: a progress bar at a terminal, a line now and then in a log file."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ LINE_EVERY = 10  # seconds between two lines where there is no terminal
 
 
 class Progress(Callback):
-    """Counts steps of the whole run, as rows do; numbers change once per log interval."""
+    """Count steps of the whole run, as rows do; numbers change once per log interval."""
 
     def __init__(self, loss: GlobalBatch, speed: Throughput) -> None:
         self._loss, self._speed = loss, speed

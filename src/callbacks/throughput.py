@@ -1,4 +1,4 @@
-"""How fast it trains, what it waits for and how much memory it takes, once per log interval."""
+"""Log speed, waiting time and peak memory once per log interval."""
 
 import resource
 import sys
@@ -32,16 +32,16 @@ DATA_BOUND = 0.3  # share of the time spent waiting for data that is worth a wor
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The card's peak; None where the table does not know it, or for a MIG slice, a part of a card."""
+    """Return the card's peak; None where the table does not know it, or for a MIG slice, a part of a card."""
     if " MIG " in device_name:
         return None
     words = device_name.replace("-", " ")
-    found = [name for name in PEAK_FLOPS if f" {name} " in f" {words} "]
-    return PEAK_FLOPS[max(found, key=len)] if found else None
+    fitting = [name for name in PEAK_FLOPS if f" {name} " in f" {words} "]
+    return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 
 
 def count_samples(batch: Any) -> int:
-    """Samples in a batch: the first dimension of the first tensor in it, 0 without one."""
+    """Return the samples in a batch: the first dimension of the first tensor in it, 0 without one."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, dict):
@@ -52,7 +52,7 @@ def count_samples(batch: Any) -> int:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak memory of this process in GiB: allocated on the GPU, or resident in RAM on a CPU."""
+    """Return the peak memory of this process in GiB: allocated on the GPU, or resident in RAM on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     # kilobytes on Linux, bytes on macOS
@@ -61,7 +61,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 class Throughput(Callback):
-    """Logs perf/* and `lr` at each log interval.
+    """Log perf/* and `lr` at each log interval.
 
     samples_per_sec and tokens_per_sec count all ranks; step_time is seconds per optimizer step; data_wait is the share
     of the time that the host waited for the next batch (max over ranks); peak_memory_gib is the max over ranks; mfu is

@@ -187,7 +187,7 @@ def test_a_runs_evaluation_is_of_the_average(
     monkeypatch.setenv("RUN_ROOT", str(run.parent))
     path = run / "checkpoints" / "step=00000004.ckpt"
     assert main(["validate", *CPU, *SMALL, *given, "--ckpt_path", str(path)]) == 0
-    assert "note: evaluated is the average of the weights (EMA)" in capsys.readouterr().out
+    assert "note: evaluating the EMA weights" in capsys.readouterr().out
     found = read_json(run / "validate.json")["metrics"]["val/loss"]
     logged = {row["step"]: row["val/loss"] for row in outcome(run)["metrics.csv"] if row["val/loss"]}
     assert found == pytest.approx(float(logged["3"]), abs=1e-6)
