@@ -55,6 +55,9 @@ class Gpu:
     memory_gib: Count
     capability: Capability
 
+    def __str__(self) -> str:
+        return f"{self.memory_gib} GiB, compute capability {'.'.join(map(str, self.capability))}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -214,8 +217,12 @@ def describe(cluster: Cluster) -> list[str]:
             rows.append((key, times.format_time(value)))
         elif isinstance(value, tuple):
             rows += [(key, line) for line in value]
-        elif isinstance(value, Mapping):
-            rows += [(f"{key}.{name}", str(entry)) for name, entry in value.items()]
+        elif key == "gpus":
+            rows += [(f"gpus.{card}", str(gpu)) for card, gpu in cluster.gpus.items()]
+        elif key == "nccl":
+            rows += [
+                (f"nccl.{section}", f"{n}={v}") for section, table in cluster.nccl.items() for n, v in table.items()
+            ]
         elif value is not None:
             rows.append((key, str(value)))
     wide = max(len(key) for key, _ in rows)

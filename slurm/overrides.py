@@ -6,35 +6,13 @@ from collections.abc import Mapping, Sequence
 from slurm.errors import LaunchError
 
 
-def take_run(overrides: Sequence[str], name: str | None) -> tuple[list[str], str | None, list[str]]:
-    """Take `--run NAME` as --name, as the launcher has to know the run's folder.
-
-    Returns:
-        The other overrides, the run's name, and warnings.
-    """
-    rest: list[str] = []
-    found: list[str] = []
-    parts = iter(overrides)
-    for part in parts:
-        if part == "--run":
-            found.append(next(parts, ""))
-        elif part.startswith("--run="):
-            found.append(part.removeprefix("--run="))
-        else:
-            rest.append(part)
-    names = {*found, *([name] if name is not None else [])}
-    if len(names) > 1:
-        given = [f"--name {name}"] if name is not None else []
-        said = " and ".join([*given, *(f"--run {run}" for run in found)])
-        raise LaunchError(f"{said} contradict each other: leave all but one of them out")
-    return rest, next(iter(names), None), [f"--run {run} is taken as --name {run}" for run in found[:1]]
-
-
-def refuse_config(overrides: Sequence[str]) -> None:
-    """Refuse a --config behind `--`: it would neither travel nor say how many nodes there are. Nor a dictionary."""
+def refuse_misplaced(overrides: Sequence[str]) -> None:
+    """Refuse a --run or --config behind `--`, where the launcher does not see it, and nodes inside a dictionary."""
     for index, part in enumerate(overrides):
         name, equals, value = part.partition("=")
         value = value if equals else "".join(overrides[index + 1 : index + 2])
+        if name == "--run":
+            raise LaunchError("--run belongs before `--`, as --name: the launcher has to know the run's folder")
         if name in ("--config", "-c"):
             raise LaunchError("--config belongs before `--`: submit.py takes the file along and reads nodes from it")
         if name == "--trainer" and re.search("num_nodes|devices", value):

@@ -17,7 +17,7 @@ from slurm.cluster import KEYS, ROOT, Cluster, load_cluster
 from slurm.cluster_file import read_value
 from slurm.describe import summary
 from slurm.errors import LaunchError
-from slurm.overrides import refuse_config, refuse_fresh, refuse_secrets, take_run
+from slurm.overrides import refuse_fresh, refuse_misplaced, refuse_secrets
 from slurm.record import refuse_other_points
 from slurm.render import CRASH_RETRIES, RESTARTS, SHORTEST, Job
 from slurm.shared_root import group_warning
@@ -44,8 +44,7 @@ class Submission:
 def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequence[str]) -> Submission:
     """Read what has to be read and decide; write nothing."""
     cluster = _cluster(options)
-    overrides, name, warnings = take_run(overrides, options.name)
-    refuse_config(overrides)
+    refuse_misplaced(overrides)
     refuse_secrets(overrides)
     if options.code and not options.code.is_dir():
         raise LaunchError(CODE_IS_GONE.format(code=options.code))
@@ -53,10 +52,10 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
     training = read_training(configs, overrides)
     refuse_fresh(overrides, training.settings)
     run_root = find_run_root(cluster)
-    name = new_name(training.experiment) if name is None else name
+    name = new_name(training.experiment) if options.name is None else options.name
     _check_name(name)
     shapes, notes = _shapes(options, training, cluster)
-    warnings += [*cluster.warnings, *notes, *_doubts(training, cluster, run_root)]
+    warnings = [*cluster.warnings, *notes, *_doubts(training, cluster, run_root)]
     warnings += [] if options.trust_run_root else group_warning(run_root)
     points = _points(options, run_root, name)
     _refuse_batches(training, shapes, points)

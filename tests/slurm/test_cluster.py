@@ -690,8 +690,8 @@ def test_the_command_shows_each_value(write: Write, tmp_path: Path) -> None:
     assert ("partition", "big") in rows
     assert ("time", "1-12:00:00") in rows
     assert ("setup", "module", "load", "cuda") in rows
-    assert any("nccl.infiniband" in line and "=ib0" in line for line in lines)
-    assert any("gpus.a100" in line and "memory_gib=80" in line for line in lines)
+    assert ("nccl.infiniband", "NCCL_SOCKET_IFNAME==ib0") in rows
+    assert ("gpus.a100", "80", "GiB,", "compute", "capability", "8.0") in rows
     assert lines[-1].startswith(f"warning: {MINE}: nccl.nvlink.NCCL_TIMEOUT: 1800: ")
     assert not any(key in done.stdout for key in ("qos", "None"))
 

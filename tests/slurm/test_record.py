@@ -228,7 +228,7 @@ def test_settings_of_a_resume_are_checked(submit: Submit) -> None:
     """Before anything waits in the queue; and no other command takes any."""
     assert submit("--name", "gpt").returncode == 0
     for settings, said in (
-        (["--run", "other"], "contradict each other"),
+        (["--run", "other"], "--run belongs before `--`, as --name"),
         (["--model.lr=1", "--time", "4:00:00"], "--time is no setting of training: python slurm/submit.py --name gpt"),
         (["--config", "x.yaml"], "--config is no setting of training"),
         (["test"], "test is no setting of training"),
