@@ -1,4 +1,4 @@
-"""All ranks ask each other for something every now and then, at a moment that all of them know."""
+"""Agree across ranks every few seconds, at a step that all know in advance."""
 
 import time
 
@@ -11,7 +11,7 @@ MOST_AHEAD = 100  # counts: how far a rank that becomes slow can put off the nex
 
 
 def largest(values: list[int], trainer: Trainer) -> list[int]:
-    """The largest value of each place over all ranks. Collective.
+    """Return the largest value of each position over all ranks. Collective.
 
     Under this project's strategies it goes from one host's memory to the other's, and waits for no GPU.
     """
@@ -40,11 +40,11 @@ class Pace:
         self._clock, self._from, self.next = time.monotonic(), count, count + later
 
     def due(self, trainer: Trainer, count: int) -> bool:
-        """Whether the ranks ask at this count; a single process does where a signal has come."""
+        """Return whether the ranks ask at this count; a single process also asks when a signal has come."""
         return count >= self.next or (trainer.world_size == 1 and signals.pending() > 0)
 
     def ask(self, trainer: Trainer, count: int, values: list[int]) -> list[int]:
-        """The largest values over all ranks. Collective: every rank is at this `count`."""
+        """Return the largest values over all ranks. Collective: every rank is at this `count`."""
         now, done = time.monotonic(), count - self._from
         each = max((now - self._clock) / done, 1e-6) if done else self.seconds  # nothing is known yet: soon again
         ahead = max(1, min(int(self.seconds / each), MOST_AHEAD)) if trainer.is_global_zero else 0

@@ -1,4 +1,4 @@
-"""Work that rank 0 does alone while the others wait, for longer than a collective would."""
+"""Let rank 0 work alone while the others wait, for longer than a collective would."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ def rank_zero_work(trainer: Trainer, what: str, hours: float = 24.0) -> Iterator
         hours: after which it counts as hung
 
     """
-    watchdogs = [part for part in trainer.callbacks if isinstance(part, Watchdog)]  # type: ignore[attr-defined]
+    watchdogs = [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]  # type: ignore[attr-defined]
     for watchdog in watchdogs:
         watchdog.begin(what, 3600 * hours)
     with _InfiniteBarrier():

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside tensors."""
+"""Exchange objects between ranks, and recognise the error of a rank whose peer is gone."""
 
 import re
 from typing import Any
@@ -13,13 +13,13 @@ GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|ncclRemoteError|fai
 
 
 def lost_a_rank(error: BaseException) -> bool:
-    """Whether a collective operation failed since another rank's process is gone. Why it is, only that one knows."""
+    """Return whether a collective operation failed because another rank's process is gone; only that one knows why."""
     among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     return among_ranks and isinstance(error, RuntimeError) and GONE.search(str(error)) is not None
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's `value`, in the order of the ranks, on every rank. Collective; alone, a process gets its own.
+    """Return every rank's `value`, in the order of the ranks. Collective; a single process gets its own.
 
     It travels pickled and, under this project's strategies, over gloo from one host's memory to the other's: a large
     state takes no GPU memory on the way.
