@@ -1,21 +1,18 @@
 # make train | test | lint | setup — everything runs in .venv, which the first call makes.
-# make test-cluster — the tests on a real Slurm of four nodes, which it starts and stops; needs root.
 # make cluster-up | cluster-down — a Slurm of four nodes on this machine, installed if need be; needs root and no .venv.
 PYTHON ?= python3
 CONFIG ?= configs/cpu.yaml
 BIN := .venv/bin
 
-.PHONY: train test test-cluster lint format setup cluster-up cluster-down
+# A worker that is lost is not replaced: xdist gives its replacement nothing to do and waits for it for ever.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
+
+.PHONY: train test lint format setup cluster-up cluster-down
 train: setup
 	$(BIN)/python -m src.cli fit --config $(CONFIG)
 
-# A worker that is lost is not replaced: xdist gives its replacement nothing to do and waits for it for ever.
 test: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
-
-# One process: a dozen of Slurm's would starve tests that watch the clock of a hang.
-test-cluster: setup
-	$(BIN)/python -m pytest -m cluster tests/cluster
+	$(PYTEST)
 
 lint: setup
 	$(BIN)/ruff format --check .
