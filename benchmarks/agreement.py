@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import src.strategies  # noqa: E402, F401
-from src.checkpoint.schedule import AGREE_SECONDS, CheckpointSettings, Schedule  # noqa: E402
+from src.engine.checkpoint.schedule import AGREE_SECONDS, CheckpointSettings, Schedule  # noqa: E402
 from src.models.gpt import GPT  # noqa: E402
 
 CONTEXT, BLOCK, PAIRS = 64, 20, 60

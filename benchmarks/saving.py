@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from src.checkpoint.save import SaveNewest  # noqa: E402
-from src.checkpoint.schedule import CheckpointSettings  # noqa: E402
-from src.checkpoint.write import WholeFiles  # noqa: E402
+from src.engine.checkpoint.save import SaveNewest  # noqa: E402
+from src.engine.checkpoint.schedule import CheckpointSettings  # noqa: E402
+from src.engine.checkpoint.write import WholeFiles  # noqa: E402
 from src.models.gpt import GPT  # noqa: E402
 
 CONTEXT, WARM = 1024, 10

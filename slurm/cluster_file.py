@@ -124,7 +124,7 @@ def inner_kinds(kind: Any) -> dict[str, Any]:
 
 def read_value(value: object, kind: Any) -> Any:
     """Return the value that a text has as this kind; a ValueError says what it got and what is allowed."""
-    from src.secret import SECRET
+    from src.engine.secret import SECRET
 
     if type(None) in typing.get_args(kind):  # X | None
         kind = typing.get_args(kind)[0]

@@ -24,13 +24,14 @@ from pathlib import Path
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
-    from src import streams
+    from src.engine import streams
 
     streams.outlast_readers()
 
-from slurm import fallen, sbatch
+from slurm import sbatch
 from slurm.cluster import load_cluster
 from slurm.errors import LaunchError, Parser
+from slurm.node import failed_rank as fallen
 from slurm.plan import find_run_root
 from slurm.resume import resume
 from slurm.states import State, hint, states
@@ -228,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        from src.errors import FileError
+        from src.engine.errors import FileError
 
         print(f"error: {FileError(error)}", file=sys.stderr)
         return FileError(error).exit_code

@@ -32,7 +32,7 @@ def refuse_fresh(overrides: Sequence[str], settings: Mapping[str, object]) -> No
 
 def refuse_secrets(overrides: Sequence[str]) -> None:
     """Refuse what looks like a key, token or password, without repeating it: overrides stand in scripts and logs."""
-    from src.secret import secret_option
+    from src.engine.secret import secret_option
 
     if name := secret_option(overrides):
         raise LaunchError(

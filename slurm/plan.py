@@ -123,7 +123,7 @@ def _refuse_batches(training: Training, shapes: Sequence[Shape], points: Sequenc
 
 def _doubts(training: Training, cluster: Cluster, run_root: Path) -> list[str]:
     """Return warnings about what can be submitted and may not be meant."""
-    from src.vanishing import vanishes
+    from src.engine.run.vanishing import vanishes
 
     found = [*_relative_paths(training), *_accelerator(training, cluster), *_precision(training, cluster)]
     if cluster.name != "local" and (why := vanishes(run_root)):

@@ -18,7 +18,7 @@ def claim(folder: Path, race: str, job: str) -> str:
 
     A link is made of a file that is whole already: nobody reads half a number, and on NFS it succeeds once as well.
     """
-    from src.files import write_text
+    from src.engine.files import write_text
 
     folder.mkdir(parents=True, exist_ok=True)
     own = folder / f".race-{race}-{job}"

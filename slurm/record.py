@@ -192,7 +192,7 @@ def _number(mark: Path, number: str) -> None:
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    from src.files import replacing
+    from src.engine.files import replacing
 
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

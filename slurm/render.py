@@ -133,7 +133,7 @@ def sbatch_lines(job: Job) -> str:
 
 def environment(job: Job) -> dict[str, str]:
     """Return what the script exports."""
-    from src import stopped
+    from src.engine import stopped
 
     cluster = job.cluster
     variables = {
@@ -154,7 +154,7 @@ def environment(job: Job) -> dict[str, str]:
 
 def script(job: Job) -> str:
     """Return the text of the batch script: job.sh with each @mark@ replaced. A line whose mark is empty is left out."""
-    from src import exit_codes
+    from src.engine import exit_codes
 
     quoted = shlex.quote
     values = {
@@ -180,7 +180,7 @@ def script(job: Job) -> str:
 
 
 def limits(job: Job) -> str:
-    """Return how often the job is restarted by itself, as options of slurm/job.py."""
+    """Return how often the job is restarted by itself, as options of slurm/node/start.py."""
     if not job.trains:
         return ""
     total = f" --total-seconds {int(job.total.total_seconds())}" if job.total else ""
@@ -188,7 +188,7 @@ def limits(job: Job) -> str:
 
 
 def start_options(job: Job) -> str:
-    """Return the options of slurm/job.py at a start."""
+    """Return the options of slurm/node/start.py at a start."""
     race = f" --race {shlex.quote(job.race)}" if job.race else ""
     return f"--tasks {job.shape.world_size}{race}" + ("" if job.trains else " --evaluate")
 
@@ -199,7 +199,7 @@ def guard(job: Job) -> str:
         return ""
     options = f"--seconds {int(job.time.total_seconds())} --margin {max(5, min(30, job.lead // 4))}"
     return (
-        f'"$python" -m slurm.guard {options} "${{limits[@]}}" "$RUN_ROOT/$run" & guard=$!'
+        f'"$python" -m slurm.node.guard {options} "${{limits[@]}}" "$RUN_ROOT/$run" & guard=$!'
         "  # for steps that outlast the signal"
     )
 

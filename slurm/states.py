@@ -14,8 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from slurm import history, race, sbatch
+from slurm import race, sbatch
 from slurm.errors import LaunchError
+from slurm.node import history
 from slurm.record import adopt, all_records
 from slurm.times import format_time
 
@@ -235,7 +236,7 @@ def _state(
 
 def _why_ended(events: Sequence[Mapping[str, Any]]) -> str:
     """Return why a job's last start has ended, by its own note; "" where it has made none."""
-    from src import exit_codes
+    from src.engine import exit_codes
 
     if not events or events[-1]["event"] != "end":
         return ""

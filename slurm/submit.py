@@ -20,7 +20,7 @@ from pathlib import Path
 if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
     _HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
-    from src import streams
+    from src.engine import streams
 
     streams.outlast_readers()
 

@@ -53,8 +53,8 @@ class Training:
 
 def read_training(configs: Sequence[str], overrides: Sequence[str]) -> Training:
     """Read the configuration files of a training command."""
-    from src.command_line import config_files, read_config, with_defaults
-    from src.errors import UserError
+    from src.engine.config import config_files, read_config, with_defaults
+    from src.engine.errors import UserError
 
     subcommand, rest = "fit", list(overrides)
     if rest and rest[0] in SUBCOMMANDS:
@@ -156,8 +156,8 @@ def batch_text(training: Training, world_size: int) -> str:
 
     A batch that cannot be spread over so many is refused with those that fit.
     """
-    from src.batch_plan import plan_batches
-    from src.errors import UserError
+    from src.engine.errors import UserError
+    from src.engine.resolve.batch import plan_batches
 
     def number(*names: str) -> int | None:
         texts = [str(training.settings[name]) for name in names if training.settings.get(name) is not None]

@@ -1,1 +1,7 @@
-"""The project's package: `python -m src.cli fit --config configs/cpu.yaml`."""
+"""Commands, and what is yours: tasks/, models/, strategies/. The machinery is in engine/."""
+
+import sys
+
+from src.engine.moved import Moved
+
+sys.meta_path.insert(0, Moved())

@@ -26,22 +26,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    from src import streams
+    from src.engine import streams
 
     streams.outlast_readers()
 
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from src import exit_codes
-from src.batch_plan import BatchPlan, divisors
 from src.cli import ProjectCLI
-from src.errors import UserError
-from src.files import read_json
-from src.hardware import process_environment, read_shape
-from src.memory import STATE_BYTES
-from src.preparation import prepare_yaml, quieten
-from src.resolution import batch_options, class_name, plan_of
+from src.engine import exit_codes
+from src.engine.errors import UserError
+from src.engine.files import read_json
+from src.engine.memory.usage import STATE_BYTES
+from src.engine.preparation import prepare_yaml, quieten
+from src.engine.resolve.batch import BatchPlan, divisors
+from src.engine.resolve.hardware import process_environment, read_shape
+from src.engine.resolve.resolution import batch_options, class_name, plan_of
 
 PASSES = 4  # of a trial's step: from two on gradients are kept between passes, with more the optimizer's share falls
 # Behind the user's own options, whose last one counts.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # the imports below take seconds, on a network's file system many
-    from src import signals, streams
+    from src.engine import signals, streams
 
     signals.listen_while_importing()
     streams.outlast_readers()
@@ -27,52 +27,60 @@ from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar, Timer
 from lightning.pytorch.cli import LightningArgumentParser
 
-from src import exit_codes, signals, stopped
-from src.agreement import agree
-from src.batching import stop_workers
-from src.callbacks.breaker_rules import BreakerSettings
-from src.callbacks.circuit_breaker import CircuitBreaker
-from src.callbacks.counts import TrainingCounts
-from src.callbacks.ema import EMA
-from src.callbacks.frozen import Frozen
-from src.callbacks.global_batch import GlobalBatch
-from src.callbacks.loss_scale import LossScale
-from src.callbacks.out_of_memory import OutOfMemory
-from src.callbacks.predictions import WritePredictions
-from src.callbacks.preemption import Preemption
-from src.callbacks.progress import Progress
-from src.callbacks.run_record import RunRecord
-from src.callbacks.step_costs import FreeGradients, FreezeGarbage
-from src.callbacks.throughput import Throughput
-from src.callbacks.watchdog import Watchdog
-from src.changes import ESSENTIAL
-from src.checkpoint.best import SaveBest
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
-from src.checkpoint.write import WholeFiles
-from src.command_line import config_files
-from src.endings import keep_metrics, leave, out_of_time, report, results, run_to_its_end
-from src.errors import NotSavedError, Stopped, UserError
-from src.files import write_text
-from src.hangs.debug import debug_collectives
-from src.hangs.dump import record_collectives
-from src.hangs.limit import WatchdogSettings, fit_timeouts
-from src.lightning_cli import StrictCLI
-from src.lock import release
-from src.loggers import keep_wandb_run, run_loggers
-from src.preparation import prepare_environment, prepare_yaml, quieten
-from src.resolution import asked_batch, resolve
-from src.run import Run, find_run, open_run
-from src.start import finished_text, manifest_facts, refuse_missing, refuse_without_data, resume_command, start_lines
+from src.engine import exit_codes, signals, stopped
+from src.engine.agreement import agree
+from src.engine.breaker.callback import CircuitBreaker
+from src.engine.breaker.rules import BreakerSettings
+from src.engine.callbacks.counts import TrainingCounts
+from src.engine.callbacks.ema import EMA
+from src.engine.callbacks.frozen import Frozen
+from src.engine.callbacks.global_batch import GlobalBatch
+from src.engine.callbacks.loss_scale import LossScale
+from src.engine.callbacks.predictions import WritePredictions
+from src.engine.callbacks.preemption import Preemption
+from src.engine.callbacks.progress import Progress
+from src.engine.callbacks.run_record import RunRecord
+from src.engine.callbacks.step_costs import FreeGradients, FreezeGarbage
+from src.engine.callbacks.throughput import Throughput
+from src.engine.checkpoint.best import SaveBest
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.checkpoint.write import WholeFiles
+from src.engine.config import config_files
+from src.engine.data.loader import stop_workers
+from src.engine.errors import NotSavedError, Stopped, UserError
+from src.engine.files import write_text
+from src.engine.lightning_cli import StrictCLI
+from src.engine.memory.callback import OutOfMemory
+from src.engine.outcome import keep_metrics, leave, out_of_time, report, results, run_to_its_end
+from src.engine.preparation import prepare_environment, prepare_yaml, quieten
+from src.engine.resolve.resolution import asked_batch, resolve
+from src.engine.run.changes import ESSENTIAL
+from src.engine.run.directory import Run, find_run, open_run
+from src.engine.run.lock import release
+from src.engine.run.loggers import keep_wandb_run, run_loggers
+from src.engine.run.start_block import (
+    finished_text,
+    manifest_facts,
+    refuse_missing,
+    refuse_without_data,
+    resume_command,
+    start_lines,
+)
+from src.engine.sharding.wrapping import checkpoint_activations, compile_blocks
+from src.engine.trainer import ProjectTrainer, as_list, trainer_settings
+from src.engine.watchdog.callback import Watchdog
+from src.engine.watchdog.debug import debug_collectives
+from src.engine.watchdog.dump import record_collectives
+from src.engine.watchdog.limit import WatchdogSettings, fit_timeouts
+from src.strategies import is_ours, resolve_strategy
 from src.strategies.fsdp import choose_format
-from src.strategies.wrapping import checkpoint_activations, compile_blocks
-from src.trainer import ProjectTrainer, as_list, trainer_settings
 
 OF_ONE_START = ("run", "allow_changed", "fresh", "output")  # options that are no part of an experiment
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return its exit code (0 done, 1 crashed, 2 bad input; all: src/exit_codes.py).
+    """Run one command; return its exit code (0 done, 1 crashed, 2 bad input; all: src/engine/exit_codes.py).
 
     A hang ends the process from the watchdog's thread. The process has its own signal handlers afterwards.
     """
@@ -159,7 +167,7 @@ class ProjectCLI(StrictCLI):
     def before_instantiate_classes(self) -> None:
         """Find out what this machine makes of the configuration; refuse what cannot be."""
         self.config_text = self.dump(without=OF_ONE_START)  # fed back with --config it starts a run of its own
-        self.resolved = resolve(self.settings, config_files(self.argv))
+        self.resolved = resolve(self.settings, config_files(self.argv), resolve_strategy)
         if self.settings.debug_collectives:
             debug_collectives()
         if self.resolved.plan is not None:
@@ -174,7 +182,7 @@ class ProjectCLI(StrictCLI):
         limit = given.trainer.max_time if self.saves else None  # else Lightning's own Timer ends it
         self.max_seconds = Timer(limit)._duration if limit else None
         try:
-            trainer = super().instantiate_trainer(**trainer_settings(self.resolved, given.trainer), **kwargs)
+            trainer = super().instantiate_trainer(**trainer_settings(self.resolved, given.trainer, is_ours), **kwargs)
         except (TypeError, ValueError) as error:  # of Lightning's checks: the user's objects are built
             raise UserError(str(error)) from error
         trainer.model_settings = yaml.safe_load(self.config_text).get("model")  # type: ignore[attr-defined]

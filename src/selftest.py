@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 
 if __name__ == "__main__":
-    from src import streams
+    from src.engine import streams
 
     streams.outlast_readers()
 
 from src.checkpoint.compare import differences, outcome
-from src.files import TEMPORARY
+from src.engine.files import TEMPORARY
 
 # Long enough for a few kills, with a save every few steps.
 SMALL = [

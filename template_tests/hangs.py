@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from src.batching import GlobalBatchLoader
-from src.callbacks import watchdog
-from src.callbacks.watchdog import PULSE
-from src.rank_zero import rank_zero_work
+from src.engine.data.loader import GlobalBatchLoader
+from src.engine.rank_zero import rank_zero_work
+from src.engine.watchdog import callback as watchdog
+from src.engine.watchdog.callback import PULSE
 from tests.small_task import SmallData, SmallModule
 from tests.tiny import loader
 

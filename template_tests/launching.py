@@ -19,11 +19,6 @@ gpus:
   a100: {memory_gib: 80, capability: 8.0}
 """
 TASK = "global_batch_size: 64\nmodel:\n  class_path: my.Module\ndata:\n  class_path: my.Data\n"
-# What the launcher takes from src/: nothing that knows PyTorch.
-LIGHT = tuple(
-    f"{name}.py"
-    for name in ("__init__", "command_line", "errors", "batch_plan", "vanishing", "exit_codes", "stopped", "files")
-)
 CLI = '''"""Stands in for training: each rank writes what it sees, and does what --act says.
 
 --act train: a step each 0.1 s, up to --steps or until there is a file `go`; rank 0 saves each. All stop after a signal,
@@ -39,7 +34,7 @@ import sys
 import time
 from pathlib import Path
 
-from src import stopped
+from src.engine import stopped
 
 VERSION = "as submitted"
 SEEN = ("SLURM_", "STOP", "MASTER_", "OMP_", "PYTHON", "NCCL_", "RUN_ROOT", "WORLD_SIZE", "RANK")
@@ -106,12 +101,11 @@ if rank == 0:
 def make_project(root: Path) -> Path:
     """Fill `root` and commit it."""
     shutil.copytree(ROOT / "slurm", root / "slurm", ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "src").mkdir()
+    shutil.copytree(ROOT / "src/engine", root / "src/engine", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "src/__init__.py", root / "src/__init__.py")
     for path in (ROOT / "configs").glob("*.yaml"):
         (root / "configs").mkdir(exist_ok=True)
         shutil.copy(path, root / "configs" / path.name)
-    for name in LIGHT:
-        shutil.copy(ROOT / "src" / name, root / "src" / name)
     files = {
         "src/cli.py": CLI,
         "configs/clusters/here.yaml": SITE,

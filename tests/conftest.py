@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from src import signals
+from src.engine import signals
 from tests.commands import LAUNCHERS, ROOT
 from tests.tiny import Rows
 

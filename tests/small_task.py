@@ -10,8 +10,8 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from src.batching import GlobalBatchLoader
-from src.errors import UserError
+from src.engine.data.loader import GlobalBatchLoader
+from src.engine.errors import UserError
 from tests.tiny import loader
 
 LETTERS, LENGTH = 8, 16

@@ -9,9 +9,9 @@ import torch
 import yaml
 
 from src.cli import ProjectCLI, main
-from src.command_line import CONFIGS
-from src.errors import UserError
-from src.hardware import read_shape
+from src.engine.config import CONFIGS
+from src.engine.errors import UserError
+from src.engine.resolve.hardware import read_shape
 from tests.commands import BORING, SMALL
 
 SHAPES = sorted(path for path in CONFIGS.glob("*.yaml") if re.fullmatch(r"cpu|\w+_n\d+_(gpu|proc)\d+", path.stem))

@@ -1,4 +1,4 @@
-"""Who may import whom: the arrows of the layout, read from the source."""
+"""Who may import whom: the arrows of the layout, read from the source. docs/engine.md draws them."""
 
 import ast
 from collections.abc import Iterator
@@ -6,35 +6,19 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).resolve().parent.parent / "src"
-FILES = sorted(SRC.rglob("*.py"))
-# Nothing else may import these.
-ENTRY = (
-    "cli",
-    "lightning_cli",
-    "command_line",
-    "agreement",
-    "resolution",
-    "start",
-    "trainer",
-    "out_of_memory",
-    "endings",
-    "batch_size",
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "src").rglob("*.py"))
+# Yours; what may be imported into each from src/ beside its own folder.
+YOURS = {"models": (), "tasks": ("models", "engine.data", "engine.errors"), "strategies": ("engine",)}
+COMMANDS = ("cli", "checkpoint", "doctor", "selftest", "batch_size")  # which nothing but another command imports
+# The rooms and files of src/engine/, each of which imports only what stands before it, and nothing of the above.
+ENGINE = (
+    *("moved", "exit_codes", "errors", "secret", "text", "nested", "cpus", "files", "streams"),
+    *("preparation", "signals", "stopped", "pace", "distributed", "config", "data", "checkpoint", "sharding"),
+    *("watchdog", "rank_zero", "resolve", "run", "memory", "callbacks", "breaker"),
+    *("agreement", "trainer", "lightning_cli", "outcome"),
 )
-MACHINERY = (
-    "strategies",
-    "checkpoint",
-    "callbacks",
-    "batch_plan",
-    "batching",
-    "precision",
-    "hardware",
-    "run",
-    "storage",
-    "manifest",
-    "memory",
-    "metrics_csv",
-)
+HEAVY = ("torch", "lightning", "torchmetrics", "jsonargparse")
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -43,54 +27,67 @@ def imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            # `from src.engine import signals` means the module, `from src.engine.errors import UserError` a name in one
+            whole = node.module in ("src", "src.engine")
+            yield from (f"{node.module}.{alias.name}" for alias in node.names) if whole else (node.module,)
 
 
 def refused(path: Path) -> list[str]:
     """The imports of `path` that go against an arrow."""
-    parts = path.relative_to(SRC).with_suffix("").parts
-    bad = []
-    for name in imports(path):
-        target = name.split(".")
-        if target[0] != "src":
-            if parts[0] == "models" and target[0] in ("lightning", "torchmetrics", "jsonargparse"):
-                bad.append(name)
-            continue
-        inside = target[1] if len(target) > 1 else ""
-        if inside in ENTRY and parts[0] not in ENTRY:
-            bad.append(name)
-        if parts[0] == "models" and inside != "models":
-            bad.append(name)
-        if parts[0] in MACHINERY and inside in ("tasks", "models"):
-            bad.append(name)
-        # A task slices its data into global batches and tells users what is wrong: batching and errors, no more.
-        own = parts[0] == "tasks" and len(parts) > 1 and target[1:3] == ["tasks", parts[1]]
-        if parts[0] == "tasks" and not own and inside not in ("models", "batching", "errors"):
-            bad.append(name)
-    return bad
+    parts = path.relative_to(ROOT / "src").with_suffix("").parts
+    return [name for name in imports(path) if not allowed(parts, name.split("."))]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def allowed(parts: tuple[str, ...], target: list[str]) -> bool:
+    """Whether the file `parts` below src/ may import the module `target`."""
+    room = parts[0]
+    if target[0] != "src":
+        return room != "models" or target[0] not in HEAVY[1:]
+    inside = target[1:]
+    if room == "__init__" or room in COMMANDS:
+        return inside[0] not in YOURS or inside[0] == "strategies"
+    if room in YOURS:
+        own = inside[:2] == [room, parts[1]] if room == "tasks" and len(parts) > 2 else inside[0] == room
+        name = ".".join(inside)
+        return own or any(name == may or name.startswith(f"{may}.") for may in YOURS[room])
+    if inside[0] != "engine":
+        return False
+    return ENGINE.index(inside[1]) <= ENGINE.index(parts[1])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "src")))
 def test_imports_follow_the_arrows(path: Path) -> None:
-    """Models know only torch, machinery knows no task, a task knows no other task, nothing imports the CLI."""
-    assert refused(path) == []
+    """Models know only torch, a task no other task, the engine nothing of yours, and nothing imports a command."""
+    if path != ROOT / "src/engine/__init__.py":
+        assert refused(path) == []
 
 
 @pytest.mark.parametrize(
     ("path", "source"),
     [
         ("models/net.py", "import lightning"),
-        ("models/net.py", "from src.batch_plan import BatchPlan"),
-        ("callbacks/x.py", "from src.models.net import Net"),
+        ("models/net.py", "from src.engine.resolve.batch import BatchPlan"),
+        ("engine/callbacks/x.py", "from src.models.net import Net"),
+        ("engine/trainer.py", "from src.strategies import DDP"),
+        ("engine/checkpoint/save.py", "from src.engine.run.directory import Run"),
+        ("engine/signals.py", "from src.engine import pace"),
         ("tasks/a/data.py", "from src.tasks.b import B"),
-        ("tasks/a/data.py", "from src.run import Run"),
-        ("run.py", "from src.cli import main"),
+        ("tasks/a/data.py", "from src.engine.run.directory import Run"),
+        ("strategies/fsdp.py", "from src.cli import main"),
+        ("engine/run/directory.py", "from src.cli import main"),
     ],
 )
 def test_a_wrong_import_is_found(path: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule above does refuse each kind of wrong arrow."""
     monkeypatch.setattr(Path, "read_text", lambda self: source)
-    assert len(refused(SRC / path)) == 1
+    assert len(refused(ROOT / "src" / path)) == 1
+
+
+def test_the_root_of_src_has_commands_and_what_is_yours() -> None:
+    """Every name there is a command that one types, yours, or the engine; at most five are files."""
+    names = {path.name for path in (ROOT / "src").iterdir() if path.name != "__pycache__"}
+    assert {name.removesuffix(".py") for name in names} <= {*COMMANDS, *YOURS, "engine", "__init__"}
+    assert sum(name.endswith(".py") for name in names) <= 5
 
 
 def test_no_module_is_named_for_nothing() -> None:
@@ -98,11 +95,11 @@ def test_no_module_is_named_for_nothing() -> None:
     assert not {"utils", "util", "helpers", "common", "misc", "base"} & {path.stem for path in FILES}
 
 
-@pytest.mark.parametrize("path", sorted((SRC.parent / "slurm").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "slurm").rglob("*.py")), ids=lambda path: path.name)
 def test_the_launcher_loads_nothing_heavy(path: Path) -> None:
     """slurm/ imports neither PyTorch nor Lightning, and of src/ only inside of functions what does not either."""
     tree = ast.parse(path.read_text())
-    assert not [name for name in imports(path) if name.split(".")[0] in ("torch", "lightning", "torchmetrics")]
+    assert not [name for name in imports(path) if name.split(".")[0] in HEAVY]
     top = [node for node in tree.body if isinstance(node, ast.ImportFrom | ast.Import)]
     names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in top]
     assert not [name for name in names if (name or "").split(".")[0] == "src"]

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from src.batching import GlobalBatchLoader
+from src.engine.data.loader import GlobalBatchLoader
 
 
 class Line(LightningModule):

@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import NoReturn
 
 if __name__ == "__main__":
-    from src import streams
+    from src.engine import streams
 
     streams.outlast_readers()
 
-from src import exit_codes
 from src.checkpoint.compare import diff
 from src.checkpoint.entries import run_folder, run_or_file
 from src.checkpoint.export import export
 from src.checkpoint.listing import list_checkpoints, list_runs, verify
 from src.checkpoint.rollback import roll_back
 from src.checkpoint.status import show
-from src.errors import FileError, UserError
-from src.run import newest_first
-from src.storage import run_root
+from src.engine import exit_codes
+from src.engine.errors import FileError, UserError
+from src.engine.run.directory import newest_first
+from src.engine.run.storage import run_root
 
 DIFFERENT = 1
 

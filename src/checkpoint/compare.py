@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.checkpoint.choose import newest
-from src.checkpoint.contents import average_in
-from src.checkpoint.files import fault
-from src.checkpoint.shards import load
-from src.errors import UserError
+from src.engine.checkpoint.choose import newest
+from src.engine.checkpoint.contents import average_in
+from src.engine.checkpoint.files import fault
+from src.engine.checkpoint.shards import load
+from src.engine.errors import UserError
 
 STATES = ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step", "epoch")
 SHOWN = 40  # lines on what differs

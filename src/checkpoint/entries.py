@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from src.checkpoint.choose import newest
-from src.checkpoint.files import kind_by_name
-from src.checkpoint.shards import PARTS, lacking
-from src.errors import UserError
-from src.run import existing_run
-from src.storage import run_root
+from src.engine.checkpoint.choose import newest
+from src.engine.checkpoint.files import kind_by_name
+from src.engine.checkpoint.shards import PARTS, lacking
+from src.engine.errors import UserError
+from src.engine.run.directory import existing_run
+from src.engine.run.storage import run_root
 
 FOLDER = "checkpoints"
 FILES_OF_A_RUN = ("config.yaml", "summary.json", FOLDER)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.checkpoint.contents import average_in
 from src.checkpoint.entries import FOLDER, Entry, candidates, known_steps, look, restart_from
-from src.checkpoint.files import fault
-from src.checkpoint.shards import load
-from src.checkpoint.units import size
-from src.errors import UserError
-from src.files import replacing
+from src.engine.checkpoint.contents import average_in
+from src.engine.checkpoint.files import fault
+from src.engine.checkpoint.shards import load
+from src.engine.errors import UserError
+from src.engine.files import replacing
+from src.engine.text import size
 
 FORMATS = (".safetensors", ".pt")
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what wrappers add to the name of every parameter below them

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from src.checkpoint.choose import NoWholeCheckpointError
 from src.checkpoint.entries import FOLDER, KINDS, entries, files_of, kind_of, restart_from
-from src.checkpoint.files import fault
 from src.checkpoint.status import state_of
-from src.checkpoint.units import age, number, shorten, size, table
-from src.errors import UserError
-from src.run import newest_first
+from src.engine.checkpoint.choose import NoWholeCheckpointError
+from src.engine.checkpoint.files import fault
+from src.engine.errors import UserError
+from src.engine.run.directory import newest_first
+from src.engine.text import age, number, shorten, size, table
 
 Row = dict[str, Any]
 # The columns of a table: their text, made of a row.

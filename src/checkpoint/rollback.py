@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 from src.checkpoint.entries import FOLDER, Entry, candidates, known_steps
-from src.checkpoint.files import fault
-from src.checkpoint.put_aside import free_name
 from src.checkpoint.status import SILENT, state_of
-from src.errors import UserError
-from src.lock import hold, owner, release
+from src.engine.checkpoint.files import fault
+from src.engine.checkpoint.put_aside import free_name
+from src.engine.errors import UserError
+from src.engine.run.lock import hold, owner, release
 
 ASIDE = "rolled-back"
 

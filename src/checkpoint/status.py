@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from src.checkpoint.choose import NoWholeCheckpointError
 from src.checkpoint.entries import files_of, look, restart_from
-from src.checkpoint.files import ours, place_inside, step_in_name
-from src.checkpoint.units import age, duration, shorten, table
-from src.errors import UserError
-from src.files import read_json
-from src.hangs.heartbeat import HEARTBEAT_FILE, rank_line, rank_rows
-from src.lock import owner
+from src.engine.checkpoint.choose import NoWholeCheckpointError
+from src.engine.checkpoint.files import ours, place_inside, step_in_name
+from src.engine.errors import UserError
+from src.engine.files import read_json
+from src.engine.run.lock import owner
+from src.engine.text import age, duration, shorten, table
+from src.engine.watchdog.heartbeat import HEARTBEAT_FILE, rank_line, rank_rows
 
 SILENT = 90  # seconds: file servers show what another machine has written up to a minute late
 # Any other reason to end is a stop that a restart continues.

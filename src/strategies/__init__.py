@@ -16,8 +16,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from src.errors import UserError
-from src.ranks import gather_objects as gather_objects
+from src.engine.distributed import gather_objects as gather_objects
+from src.engine.errors import UserError
 from src.strategies.ddp import DDP
 from src.strategies.fsdp import FSDP
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from src import signals
-from src.errors import AgreedError
-from src.strategies.launcher import Launcher
+from src.engine import signals
+from src.engine.errors import AgreedError
+from src.engine.sharding.launcher import Launcher
 
 
 class DDP(DDPStrategy):

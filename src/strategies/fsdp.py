@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from src.checkpoint.files import is_of_a_run
-from src.checkpoint.write import WholeFiles
-from src.errors import AgreedError, UserError
-from src.precision import keep_scale_on_host
-from src.ranks import gather_objects
-from src.strategies.clipping import install_clipping
+from src.engine.checkpoint.files import is_of_a_run
+from src.engine.checkpoint.write import WholeFiles
+from src.engine.distributed import gather_objects
+from src.engine.errors import AgreedError, UserError
+from src.engine.resolve.precision import keep_scale_on_host
+from src.engine.sharding.clipping import install_clipping
+from src.engine.sharding.forward import before_backward, wrap_as_forward
+from src.engine.sharding.full_state import local_rows, optimizer_like, shard_like, to_full
+from src.engine.sharding.parts import broadcast_from_rank_zero, persistent_buffers, reshard_all, sharded_modules
+from src.engine.sharding.wrapping import find_units, norms_in_fp32
 from src.strategies.ddp import DDP
-from src.strategies.forward import before_backward, wrap_as_forward
-from src.strategies.full_state import local_rows, optimizer_like, shard_like, to_full
-from src.strategies.parts import broadcast_from_rank_zero, persistent_buffers, reshard_all, sharded_modules
-from src.strategies.wrapping import find_units, norms_in_fp32
 
 # What Lightning calls on a module directly, where hooks on its forward would not see it.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -41,7 +41,7 @@ class FSDP(DDP):
     in fp32 whatever the parameters are computed in, and the weights that the optimizer sees are fp32.
 
     Checkpoints have DDP's names and whole tensors' shapes: each resumes the other's, on any number of processes.
-    Where `sharded_files` is set, each rank writes its rows of them (src/checkpoint/shards.py).
+    Where `sharded_files` is set, each rank writes its rows of them (src/engine/checkpoint/shards.py).
 
     Lightning's FSDPStrategy cannot run on CPUs, cannot clip by norm and reduces gradients in half precision.
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm import history
 from slurm.local_cluster import LocalCluster, chosen_folder
-from src import exit_codes
+from slurm.node import history
+from src.engine import exit_codes
 from template_tests.cluster.interruptions import begun, kill_node, last_node, limit, of, preempt, requeued, said, steps
 from template_tests.cluster.jobs import field, needs_root, slurm, start_now, wait_for
 from template_tests.cluster.project import PATIENCE, Project

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from src import doctor
-from src.bus_bandwidth import bus_bandwidth
-from src.doctor_group import _refuse_shared
-from src.errors import AgreedError
+from src.doctor import __main__ as doctor
+from src.doctor.bus_bandwidth import bus_bandwidth
+from src.doctor.group import _refuse_shared
+from src.engine.errors import AgreedError
 from template_tests.launchers import TORCHRUN, srun
 from tests.commands import ROOT, environment
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from src import exit_codes
 from src.checkpoint.status import state_of
+from src.engine import exit_codes
 from template_tests.launchers import PROBE, srun
 from tests.commands import CPU, SMALL, rows
 

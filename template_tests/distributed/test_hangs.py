@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from src import exit_codes
 from src.checkpoint.__main__ import main as checkpoints
-from src.hangs import heartbeat
+from src.engine import exit_codes
+from src.engine.watchdog import heartbeat
 from template_tests.distributed.test_two_processes import srun
 from template_tests.launchers import TORCHRUN
 from tests.commands import ROOT, TWO, environment, fit, read_json, train

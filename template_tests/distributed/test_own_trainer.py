@@ -9,7 +9,7 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader
 
-from src.ranks import gather_objects
+from src.engine.distributed import gather_objects
 from template_tests.distributed.own_trainer import ROWS, SETTINGS
 from tests.commands import ROOT, environment
 from tests.tiny import Line

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from src import exit_codes, stopped
 from src.checkpoint.compare import differences, outcome
+from src.engine import exit_codes, stopped
 from template_tests.launchers import TORCHRUN, free_port, srun
 from tests.commands import CPU, ROOT, SMALL, environment, read_json, rows, train
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from src.agreement import agree
-from src.errors import AgreedError, UserError
-from src.run import Run
+from src.engine.agreement import agree
+from src.engine.errors import AgreedError, UserError
+from src.engine.run.directory import Run
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from src import batch_size, exit_codes
-from src.batch_plan import divisors
+from src import batch_size
 from src.batch_size import FailedError, Settings, Trial, most_trials, search
 from src.cli import ProjectCLI
-from src.resolution import batch_options
+from src.engine import exit_codes
+from src.engine.resolve.batch import divisors
+from src.engine.resolve.resolution import batch_options
 from tests.commands import BORING, CPU, TASK, TWO
 
 CRAMPED = [*TASK, "--model", "template_tests.crash.Cramped"]  # room for 4 samples

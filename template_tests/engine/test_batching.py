@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from src import batching
-from src.batch_plan import BatchPlan, plan_batches
-from src.batching import (
+from src.engine.data import loader as batching
+from src.engine.data.loader import (
     GlobalBatchLoader,
     GlobalBatchSampler,
     epoch_seed,
@@ -16,7 +15,8 @@ from src.batching import (
     loader_workers,
     stop_workers,
 )
-from src.errors import UserError
+from src.engine.errors import UserError
+from src.engine.resolve.batch import BatchPlan, plan_batches
 from tests.tiny import Line, loader, quiet_trainer
 
 WORLDS = (1, 2, 3, 4)

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 from src.cli import main
-from src.command_line import CONFIGS, class_parameters
-from src.trainer import ProjectTrainer
+from src.engine.config import CONFIGS, class_parameters
+from src.engine.trainer import ProjectTrainer
 from tests.commands import CPU, ROOT, TASK
 from tests.small_task import SmallModule
 

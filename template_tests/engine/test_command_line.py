@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from src import command_line
 from src.cli import ProjectCLI, main
-from src.command_line import CONFIGS, with_defaults
-from src.errors import UserError
+from src.engine import config as command_line
+from src.engine.config import CONFIGS, with_defaults
+from src.engine.errors import UserError
 from tests.commands import SMALL, fit
 
 FIT = ["fit", "--config", "configs/cpu.yaml"]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from src import doctor, vanishing
+from src.doctor import __main__ as doctor
+from src.engine.run import vanishing
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from src import exit_codes
 from src.cli import main
-from src.endings import is_refused_setting
-from src.errors import UserError, hint, of_a_file
+from src.engine import exit_codes
+from src.engine.errors import UserError, hint, of_a_file
+from src.engine.outcome import is_refused_setting
 from src.strategies import NAMES
 from tests.commands import BORING, CPU, SMALL
 from tests.tiny import Line, loaders, quiet_trainer
@@ -118,7 +118,7 @@ def test_weights_that_fsdp_has_not_gathered_are_explained():
         (["--trainer.val_check_interval", "1000"], "val_check_interval"),
         (["--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor", "val/nothing"], "val/nothing"),
         (
-            ["--trainer.callbacks+", "src.callbacks.ema.EMA", "--trainer.callbacks.decay", "1.5"],
+            ["--trainer.callbacks+", "src.engine.callbacks.ema.EMA", "--trainer.callbacks.decay", "1.5"],
             "the decay of EMA is 1.5",
         ),
         (

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.checkpoint.shards import IN_PARTS, Rows
 from src.cli import main
+from src.engine.checkpoint.shards import IN_PARTS, Rows
 from tests.commands import CPU, SMALL, fit, read_json, rows
 
 
@@ -84,7 +84,7 @@ def test_evaluation_leaves_the_optimizer_on_the_disk(
     strategy: str, run_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a checkpoint in parts only weights and their average are put together, under every strategy."""
-    average = ["--trainer.callbacks+", "src.callbacks.ema.EMA"]
+    average = ["--trainer.callbacks+", "src.engine.callbacks.ema.EMA"]
     run = fit(run_root, "in_parts", *SMALL, "--trainer.strategy", "fsdp_full_shard", *average)
     content = torch.load(run / "checkpoints/step=00000004.ckpt", weights_only=True)
     weights = [value for value in content["state_dict"].values() if value == IN_PARTS]

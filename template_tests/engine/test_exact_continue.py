@@ -11,10 +11,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from src.checkpoint import schedule
 from src.checkpoint.compare import differences, outcome
 from src.cli import main
-from src.command_line import CONFIGS
+from src.engine.checkpoint import schedule
+from src.engine.config import CONFIGS
 from tests.commands import CPU, SMALL, TWO, cut_back, only_run, rows, train
 from tests.small_task import SmallModule
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
-from src.errors import UserError
-from src.hardware import (
+from src.engine.errors import UserError
+from src.engine.resolve.hardware import (
     Shape,
     check_shape,
     local_cards,
@@ -17,7 +17,7 @@ from src.hardware import (
     runnable_shapes,
     shape_label,
 )
-from src.precision import Card
+from src.engine.resolve.precision import Card
 from tests.commands import ROOT
 
 

@@ -10,9 +10,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 
-from src import loggers
-from src.loggers import keep_wandb_run, run_loggers
-from src.run import Run
+from src.engine.run import loggers
+from src.engine.run.directory import Run
+from src.engine.run.loggers import keep_wandb_run, run_loggers
 from tests.commands import CPU, SMALL, fit, losses, train
 from tests.small_task import SmallModule
 

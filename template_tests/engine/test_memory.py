@@ -10,14 +10,14 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from slurm import fallen
-from src import exit_codes
-from src.callbacks.out_of_memory import OutOfMemory
+from slurm.node import failed_rank as fallen
 from src.cli import ProjectCLI, main
-from src.errors import UserError
-from src.memory import GIB, Usage, is_on_host, is_out_of_memory, unusable
-from src.out_of_memory import AS_CLASS, EACH, advice, with_setting
-from src.stopped import READ_BY_SCRIPT
+from src.engine import exit_codes
+from src.engine.errors import UserError
+from src.engine.memory.callback import OutOfMemory
+from src.engine.memory.report import AS_CLASS, EACH, advice, with_setting
+from src.engine.memory.usage import GIB, Usage, is_on_host, is_out_of_memory, unusable
+from src.engine.stopped import READ_BY_SCRIPT
 from template_tests.crash import Cramped
 from template_tests.launchers import TORCHRUN, srun
 from tests.commands import CPU, SMALL, TASK, TWO, fit, only_run, read_json, train

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.files import write_text
-from src.metrics_csv import MetricsCSV
+from src.engine.files import write_text
+from src.engine.run.metrics import MetricsCSV
 from tests.tiny import Line, loaders, quiet_trainer
 
 

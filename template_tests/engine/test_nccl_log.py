@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from src import nccl_log
-from src.doctor_group import ranks, transports
+from src.doctor import nccl_log
+from src.doctor.group import ranks, transports
 
 HEAD = "node1:4711:4799 [0] NCCL INFO "
 RING = "Pattern 4, crossNic 0, nChannels 24, bw 20.000000/20.000000, type {}/PIX, sameChannels 1"

@@ -5,8 +5,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from src.errors import UserError
-from src.precision import (
+from src.engine.errors import UserError
+from src.engine.resolve.precision import (
     ALIASES,
     CHOICES,
     BF16Mixed,

@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from src import lock, vanishing
-from src import run as module
-from src.checkpoint.choose import NoWholeCheckpointError
-from src.errors import UserError
-from src.lock import owner, release
-from src.manifest import describe_start
-from src.run import Run, find_run, newest_first, open_run
-from src.storage import require_room, run_root
-from src.vanishing import filesystem
+from src.engine.checkpoint.choose import NoWholeCheckpointError
+from src.engine.errors import UserError
+from src.engine.run import directory as module
+from src.engine.run import lock, vanishing
+from src.engine.run.directory import Run, find_run, newest_first, open_run
+from src.engine.run.lock import owner, release
+from src.engine.run.manifest import describe_start
+from src.engine.run.storage import require_room, run_root
+from src.engine.run.vanishing import filesystem
 from template_tests.checkpoints import saved
 
 CONFIG = "model:\n  width: 8\nseed_everything: 1\n"

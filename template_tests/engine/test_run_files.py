@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from src import exit_codes
 from src.checkpoint.__main__ import main as checkpoint
 from src.cli import main
-from src.errors import UserError
-from src.files import TEMPORARY, create, open_own, put, replacing, write_text
-from src.lock import release
-from src.run import open_run
+from src.engine import exit_codes
+from src.engine.errors import UserError
+from src.engine.files import TEMPORARY, create, open_own, put, replacing, write_text
+from src.engine.run.directory import open_run
+from src.engine.run.lock import release
 from tests.commands import CPU, SMALL, fit
 
 FILES = (

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from src import manifest as module
-from src.manifest import describe_start
-from src.run import Run
+from src.engine.run import manifest as module
+from src.engine.run.directory import Run
+from src.engine.run.manifest import describe_start
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_snapshot_says_its_own_commit(tmp_path, repository, monkeypatch):
     records.mkdir(parents=True)
     for name, text in (("commit", f"{'a' * 40}\n"), ("dirty.patch", "+one = 3\n"), ("left_out.txt", "notes.md\n")):
         (records / name).write_text(text)
-    monkeypatch.setattr(module, "__file__", str(records.parent / "src/manifest.py"))
+    monkeypatch.setattr(module, "__file__", str(records.parent / "src/engine/run/manifest.py"))
     facts = describe_start(Run(str(tmp_path), "new"), [])
     assert (facts["commit"], facts["dirty"], facts["untracked"]) == ("a" * 40, True, ["notes.md"])
     assert (tmp_path / "code.diff").read_text() == "+one = 3\n"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from src import storage
-from src.errors import AgreedError
+from src.engine.errors import AgreedError
+from src.engine.run import storage
 
 
 def ask(rank: int, folders: list[str], rendezvous: str, answers: str) -> None:

@@ -12,7 +12,7 @@ COMMANDS = {
     "slurm/local_cluster.py": "status",
     "slurm/jobs.py": "list",
     "src/checkpoint/__main__.py": "list",
-    "src/doctor.py": "--storage",
+    "src/doctor/__main__.py": "--storage",
 }
 
 

@@ -4,10 +4,11 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from src.checkpoint.write import WholeFiles
-from src.hardware import Shape
-from src.precision import BF16Mixed
-from src.trainer import trainer_settings
+from src.engine.checkpoint.write import WholeFiles
+from src.engine.resolve.hardware import Shape
+from src.engine.resolve.precision import BF16Mixed
+from src.engine.trainer import trainer_settings
+from src.strategies import is_ours
 
 UNSET = ("callbacks", "plugins", "logger", "enable_checkpointing", "enable_model_summary", "max_epochs", "max_time")
 
@@ -24,7 +25,7 @@ def test_what_the_trainer_is_given_leaves_the_configuration_as_it_is() -> None:
         precision=SimpleNamespace(value="bf16-mixed"),
         environment=LightningEnvironment(),
     )
-    settings = trainer_settings(resolved, config)
+    settings = trainer_settings(resolved, config, is_ours)
     own_files, precision, environment = settings["plugins"]
     assert own_files is theirs
     assert isinstance(precision, BF16Mixed)
@@ -34,5 +35,5 @@ def test_what_the_trainer_is_given_leaves_the_configuration_as_it_is() -> None:
     assert chosen == {"strategy": "ddp", "devices": 2, "precision": None, "max_epochs": 1, "val_check_interval": 20}
     assert not settings["logger"]
     assert not settings["enable_progress_bar"]
-    (ours, _) = trainer_settings(resolved, Namespace(**given | {"strategy": object()}))["plugins"][:2]
+    (ours, _) = trainer_settings(resolved, Namespace(**given | {"strategy": object()}), is_ours)["plugins"][:2]
     assert isinstance(ours, WholeFiles)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from src import exit_codes, signals
 from src.cli import main
+from src.engine import exit_codes, signals
 from tests.commands import CPU, SMALL, STEPS, fit, only_run, read_json, train
 from tests.small_task import SmallModule
 

@@ -37,14 +37,14 @@ export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expa
 export PYTORCH_CUDA_ALLOC_CONF="$PYTORCH_ALLOC_CONF"
 
 # Without its own code the job would find the project's, as it is today, where Python has that installed.
-if ! cd "$project" || [ ! -e slurm/job.py ] || [ ! -e src/cli.py ]; then
+if ! cd "$project" || [ ! -e slurm/node/start.py ] || [ ! -e src/cli.py ]; then
   echo "the code of this job is gone from $project: submit the run anew with submit.py --name" >&2
   exit 2
 fi
 # Where the ranks meet, or `exit` where there is nothing to do.
-found=$("$python" -m slurm.job --tasks 4 "${limits[@]}" "$RUN_ROOT/$run") || exit
+found=$("$python" -m slurm.node.start --tasks 4 "${limits[@]}" "$RUN_ROOT/$run") || exit
 eval "$found"
-"$python" -m slurm.guard --seconds 10740 --margin 30 "${limits[@]}" "$RUN_ROOT/$run" & guard=$!  # for steps that outlast the signal
+"$python" -m slurm.node.guard --seconds 10740 --margin 30 "${limits[@]}" "$RUN_ROOT/$run" & guard=$!  # for steps that outlast the signal
 
 srun --unbuffered --output=/scratch/me/runs/gpt/slurm/%j_%t_log.out --cpus-per-task=8 --kill-on-bad-exit=1 --wait=300 \
   "$python" -u -m src.cli "${arguments[@]}"
@@ -52,9 +52,9 @@ code=$?
 [ -z "$guard" ] || kill "$guard" 2>/dev/null
 
 # Requeues the job, or prints the exit code that it ends with; not by other code, should the job's own be gone by now.
-ended=$([ -e slurm/job.py ] && "$python" -m slurm.job --ended "$code" "${limits[@]}" --logs "$logs" "$RUN_ROOT/$run")
+ended=$([ -e slurm/node/start.py ] && "$python" -m slurm.node.start --ended "$code" "${limits[@]}" --logs "$logs" "$RUN_ROOT/$run")
 if [ -z "$ended" ] && [ -e "$RUN_ROOT/$run/STOPPED" ]; then
-  echo "saved, and not requeued, as slurm/job.py failed: python slurm/jobs.py resume $run resumes it" >&2
+  echo "saved, and not requeued, as slurm/node/start.py failed: python slurm/jobs.py resume $run resumes it" >&2
   ended=85
 fi
 exit "${ended:-$code}"

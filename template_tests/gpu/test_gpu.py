@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from src import exit_codes
-from src.callbacks.throughput import peak_flops
 from src.checkpoint.compare import differences, outcome
-from src.checkpoint.rank_state import RandomNumbers
+from src.engine import exit_codes
+from src.engine.callbacks.throughput import peak_flops
+from src.engine.checkpoint.rank_state import RandomNumbers
 from src.strategies import NAMES
 from template_tests.launchers import TORCHRUN, srun
 from tests.commands import SMALL, TASK, cut_back, losses, only_run, read_json, rows, train, weights

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from slurm import history, job, race, requeue
+from slurm import race
 from slurm.cluster import ROOT
 from slurm.errors import LaunchError
-from src import exit_codes
+from slurm.node import history, requeue
+from slurm.node import start as job
+from src.engine import exit_codes
 
 
 @pytest.fixture
@@ -128,7 +130,7 @@ def test_code_from_elsewhere_is_refused(inside: Path, tmp_path: Path) -> None:
         (place / "src").mkdir(parents=True)
         (place / "src/__init__.py").touch()
     environment = os.environ | {"PYTHONPATH": f"{other}:{ROOT}", "PATH": "/usr/bin:/bin"}
-    probe = "import sys; sys.path.remove(''); from slurm import job; sys.exit(job.main())"
+    probe = "import sys; sys.path.remove(''); from slurm.node import start; sys.exit(start.main())"
     command = [sys.executable, "-c", probe, "--tasks", "2", "r"]
     done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
     assert done.returncode == exit_codes.BAD_INPUT

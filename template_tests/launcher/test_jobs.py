@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from slurm import fallen, history, race, states
+from slurm import race, states
 from slurm.cluster import ROOT
+from slurm.node import failed_rank as fallen
+from slurm.node import history
 
 Jobs = Callable[..., subprocess.CompletedProcess[str]]
 

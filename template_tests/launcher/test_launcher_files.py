@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from slurm import history, job, jobs, race, record
+from slurm import jobs, race, record
 from slurm.cluster import ROOT
 from slurm.errors import LaunchError
-from src import exit_codes
+from slurm.node import history
+from slurm.node import start as job
+from src.engine import exit_codes
 from template_tests.launcher.test_jobs import program, queue, submitted
 
 GARBAGE = b"\xff\xfe{[: \0 - ]"

@@ -118,7 +118,7 @@ def test_odd_words_reach_training_as_they_are(tmp_path: Path) -> None:
     code.mkdir()
     made = job(site("local"), commands=[ODD], code=code, python=str(code / "py thon"))
     lines = script(made).splitlines()
-    setup = "\n".join(lines[: next(i for i, line in enumerate(lines) if "slurm/job.py" in line)])
+    setup = "\n".join(lines[: next(i for i, line in enumerate(lines) if "slurm/node/start.py" in line)])
     probe = f'{setup}\ncd "$project"; printf "%s\\0" "$PWD" "$python" "$run" "${{arguments[@]}}"'
     said = subprocess.run(["bash", "-c", probe], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
     assert said == [str(code), str(code / "py thon"), "gpt", *ODD]
@@ -215,7 +215,8 @@ def test_a_saved_run_is_never_done_because_nobody_could_decide(
     (tmp_path / "slurm").mkdir()
     python = tmp_path / "python"
     if lost == "python":
-        (tmp_path / "slurm/job.py").touch()
+        (tmp_path / "slurm/node").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "slurm/node/start.py").touch()
     else:  # as an editable install has it, the project's own slurm/ would answer
         python.write_text("#!/bin/sh\necho 7\n")
         python.chmod(0o755)
@@ -228,12 +229,12 @@ def test_a_saved_run_is_never_done_because_nobody_could_decide(
     assert ("python slurm/jobs.py resume gpt resumes it" in done.stderr) == stopped
 
 
-@pytest.mark.parametrize("left", [[], ["src/cli.py"], ["slurm/job.py"], ["src/cli.py", "slurm/job.py"]])
+@pytest.mark.parametrize("left", [[], ["src/cli.py"], ["slurm/node/start.py"], ["src/cli.py", "slurm/node/start.py"]])
 def test_a_job_whose_code_is_gone_ends_with_one_line(tmp_path: Path, left: list[str]) -> None:
     """Purged in whole or in part; where the project is installed, Python would find its code of today instead."""
     code = tmp_path / "snapshot"
     for name in left:
-        (code / name).parent.mkdir(parents=True)
+        (code / name).parent.mkdir(parents=True, exist_ok=True)
         (code / name).touch()
     text = script(job(site("local"), code=code, python="/usr/bin/true"))
     done = subprocess.run(["bash", "-c", text.partition("srun ")[0]], capture_output=True, text=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slurm import guard, history, requeue
 from slurm.cluster import ROOT
-from slurm.requeue import Limits
-from src import exit_codes, stopped
+from slurm.node import guard, history, requeue
+from slurm.node.requeue import Limits
+from src.engine import exit_codes, stopped
 
 KILLED = "srun: error: n2: task 1: Killed\n"
 TERMINATED = "srun: error: n1: task 0: Terminated\n"  # with it, as srun reports a rank that does not listen yet

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from slurm import plan
-from src import exit_codes
+from src.engine import exit_codes
 from template_tests.launching import ROOT, SITE, make_project
 
 SLURM = ROOT / "docs/slurm.md"
@@ -292,7 +292,7 @@ def test_a_finished_run_is_evaluated(submit: Submit, tmp_path: Path) -> None:
     (tmp_path / "runs/gpt").mkdir(parents=True)
     (tmp_path / "runs/gpt/DONE").touch()
     done = submit("--name", "gpt", "--dry-run", "--", "validate")
-    assert "slurm.job --tasks 4 --evaluate" in done.stdout
+    assert "slurm.node.start --tasks 4 --evaluate" in done.stdout
     assert "gpt: python -m src.cli validate --run gpt" in done.stdout
 
 

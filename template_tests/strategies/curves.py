@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from src.engine.sharding.full_state import to_full
+from src.engine.sharding.wrapping import checkpoint_activations, compile_blocks
 from src.strategies import resolve_strategy
 from src.strategies.fsdp import FSDP
-from src.strategies.full_state import to_full
-from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from template_tests.strategies.group import in_group
 from tests.small_task import LETTERS, texts
 from tests.tiny import loader, quiet_trainer

@@ -8,9 +8,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 
-from src.precision import CHOICES, resolve_precision
+from src.engine.resolve.precision import CHOICES, resolve_precision
+from src.engine.sharding.full_state import to_full
 from src.strategies import NAMES, resolve_strategy
-from src.strategies.full_state import to_full
 from tests.tiny import loader, loaders, quiet_trainer
 
 FINE = 1234.567  # fp32 has it to 1e-4, bf16 has 1232

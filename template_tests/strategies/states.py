@@ -11,15 +11,15 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
-from src.callbacks.ema import EMA
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
-from src.checkpoint.write import WholeFiles
-from src.errors import UserError
+from src.engine.callbacks.ema import EMA
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.checkpoint.write import WholeFiles
+from src.engine.errors import UserError
+from src.engine.sharding.full_state import to_full
+from src.engine.sharding.wrapping import checkpoint_activations, compile_blocks
 from src.strategies import NAMES, resolve_strategy
 from src.strategies.fsdp import FSDP, choose_format
-from src.strategies.full_state import to_full
-from src.strategies.wrapping import checkpoint_activations, compile_blocks
 from template_tests.strategies.group import in_group
 from template_tests.strategies.pairs import PAIRS, SCALED, scaled, tried
 from tests.tiny import loader, quiet_trainer

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from src.strategies.clipping import clip_grad_by_norm, install_clipping
+from src.engine.sharding.clipping import clip_grad_by_norm, install_clipping
 from template_tests.strategies.group import in_group
 
 # Five rows are three and two. 64 bits are not rounded to 32 on the way to the norm.

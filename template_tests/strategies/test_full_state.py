@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from src.checkpoint.contents import average_in, rebuild
 from src.checkpoint.export import WRAPPERS
-from src.checkpoint.shards import IN_PARTS, load
+from src.engine.checkpoint.contents import average_in
+from src.engine.checkpoint.shards import IN_PARTS, load
+from src.engine.nested import rebuild
 from src.strategies import NAMES
 from template_tests.strategies import pairs, states
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from src.strategies import launcher
-from src.strategies.launcher import Observer
+from src.engine.sharding import launcher
+from src.engine.sharding.launcher import Observer
 from tests.commands import ROOT
 
 

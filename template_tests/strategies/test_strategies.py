@@ -6,9 +6,9 @@ from jsonargparse import Namespace
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
-from src.checkpoint.write import WholeFiles
-from src.errors import UserError
-from src.start import strategy_name
+from src.engine.checkpoint.write import WholeFiles
+from src.engine.errors import UserError
+from src.engine.run.start_block import strategy_name
 from src.strategies import DDP, FSDP, NAMES, is_ours, resolve_strategy
 from src.strategies.fsdp import choose_format
 from tests.tiny import Line, quiet_trainer

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from src.errors import AgreedError, UserError
+from src.engine.errors import AgreedError, UserError
+from src.engine.sharding.wrapping import checkpoint_activations, compile_blocks, find_blocks, find_units, norms_in_fp32
 from src.strategies.fsdp import FSDP
-from src.strategies.wrapping import checkpoint_activations, compile_blocks, find_blocks, find_units, norms_in_fp32
 from tests.small_task import Block, SmallNet, texts
 
 TOKENS = texts(2, seed=1)

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from src.engine.sharding.wrapping import checkpoint_activations
 from src.models.gpt import GPT, Block
-from src.strategies.wrapping import checkpoint_activations
 
 
 def gpt(**settings) -> GPT:

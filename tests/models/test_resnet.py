@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from src.engine.sharding.wrapping import find_blocks
 from src.models.resnet import Block, ResNet
-from src.strategies.wrapping import find_blocks
 
 
 def resnet(**settings) -> ResNet:

@@ -15,8 +15,8 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from src.batching import GlobalBatchLoader
-from src.errors import UserError
+from src.engine.data.loader import GlobalBatchLoader
+from src.engine.errors import UserError
 from src.models.gpt import GPT
 
 SPLITS = ("train", "val", "test")

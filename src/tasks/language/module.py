@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from src.errors import UserError
+from src.engine.errors import UserError
 from src.models.gpt import GPT
 
 

@@ -6,8 +6,8 @@ import torch
 from lightning import LightningDataModule
 from torch.utils.data import TensorDataset
 
-from src.batching import GlobalBatchLoader
-from src.errors import UserError
+from src.engine.data.loader import GlobalBatchLoader
+from src.engine.errors import UserError
 
 
 class Digits(LightningDataModule):

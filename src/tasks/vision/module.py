@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.classification import MulticlassAccuracy
 
-from src.errors import UserError
+from src.engine.errors import UserError
 from src.models.resnet import ResNet
 
 

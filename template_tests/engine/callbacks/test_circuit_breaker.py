@@ -12,16 +12,16 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from src.callbacks.breaker_rules import BreakerSettings, Judge
-from src.callbacks.circuit_breaker import CircuitBreaker, largest_gradient
-from src.callbacks.global_batch import GlobalBatch
-from src.callbacks.loss_scale import LossScale
-from src.checkpoint.best import SaveBest
-from src.checkpoint.choose import newest
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
-from src.checkpoint.write import WholeFiles
-from src.errors import TrippedError, UserError
+from src.engine.breaker.callback import CircuitBreaker, largest_gradient
+from src.engine.breaker.rules import BreakerSettings, Judge
+from src.engine.callbacks.global_batch import GlobalBatch
+from src.engine.callbacks.loss_scale import LossScale
+from src.engine.checkpoint.best import SaveBest
+from src.engine.checkpoint.choose import newest
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.checkpoint.write import WholeFiles
+from src.engine.errors import TrippedError, UserError
 from tests.tiny import Line, Pair, loader, quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

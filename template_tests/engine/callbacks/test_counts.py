@@ -10,15 +10,15 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from src.batch_plan import BatchPlan
-from src.callbacks.counts import TrainingCounts
-from src.callbacks.global_batch import GlobalBatch
-from src.checkpoint.best import SaveBest
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
 from src.cli import main
-from src.errors import AgreedError
-from src.run import Run
+from src.engine.callbacks.counts import TrainingCounts
+from src.engine.callbacks.global_batch import GlobalBatch
+from src.engine.checkpoint.best import SaveBest
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.errors import AgreedError
+from src.engine.resolve.batch import BatchPlan
+from src.engine.run.directory import Run
 from tests.commands import BORING, CPU, read_json
 from tests.tiny import Line, loader, quiet_trainer
 

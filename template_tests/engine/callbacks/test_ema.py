@@ -8,18 +8,18 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from src.callbacks.ema import EMA
 from src.checkpoint.__main__ import main as checkpoints
 from src.checkpoint.compare import differences, outcome
-from src.checkpoint.contents import average_in
 from src.cli import main
-from src.errors import UserError
+from src.engine.callbacks.ema import EMA
+from src.engine.checkpoint.contents import average_in
+from src.engine.errors import UserError
 from tests.commands import CPU, SMALL, cut_back, read_json
 from tests.tiny import Line, loaders, quiet_trainer
 
 DATA = torch.ones(12, 1)
 DECAY = 0.75
-AVERAGED = ["--trainer.callbacks+", "src.callbacks.ema.EMA", "--trainer.callbacks.decay", "0.5"]
+AVERAGED = ["--trainer.callbacks+", "src.engine.callbacks.ema.EMA", "--trainer.callbacks.decay", "0.5"]
 
 
 class Watched(Line):

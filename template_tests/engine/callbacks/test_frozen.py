@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from src.callbacks.frozen import Frozen, frozen
 from src.checkpoint.compare import differences, outcome
 from src.cli import main
+from src.engine.callbacks.frozen import Frozen, frozen
 from tests.commands import CPU, SMALL, TWO, cut_back, train
 from tests.tiny import Line, loader, quiet_trainer
 

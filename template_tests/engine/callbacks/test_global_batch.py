@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset
 
-from src.batching import GlobalBatchSampler
-from src.callbacks.global_batch import GlobalBatch
+from src.engine.callbacks.global_batch import GlobalBatch
+from src.engine.data.loader import GlobalBatchSampler
 from tests.tiny import Line, loader, quiet_trainer
 
 DATA = torch.linspace(0.1, 2, 26)[:, None]  # in global batches of 8 an epoch has three of them and one of 2
@@ -134,6 +134,6 @@ def test_every_rank_draws_masks_of_its_own():
 def test_data_of_another_loader_is_noted_once(capsys):
     """What a resume and several ranks then depend on; nothing of it for this project's loader."""
     GlobalBatch().on_train_start(a_trainer(DataLoader(cast(Dataset, DATA))), Line())
-    assert capsys.readouterr().out.count("note: the training data is not from src.batching.GlobalBatchLoader") == 1
+    assert capsys.readouterr().out.count("note: the training data is not from GlobalBatchLoader") == 1
     GlobalBatch().on_train_start(a_trainer(loader(None, DATA, 8, train=True)), Line())
     assert capsys.readouterr().out == ""

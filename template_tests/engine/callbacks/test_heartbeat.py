@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.callbacks import watchdog
-from src.callbacks.watchdog import Watchdog
-from src.hangs.heartbeat import Heartbeat, Sign, rank_rows
+from src.engine.watchdog import callback as watchdog
+from src.engine.watchdog.callback import Watchdog
+from src.engine.watchdog.heartbeat import Heartbeat, Sign, rank_rows
 from tests.tiny import Line, loaders, quiet_trainer
 
 
@@ -53,7 +53,7 @@ def sign(rank: int, clock: float = 0.0) -> Sign:
 def test_a_sign_that_stays_the_same_is_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 gives new signs, rank 1 does not, rank 2 never came; signs that cannot be read leave the rows older."""
     now = [100.0]
-    monkeypatch.setattr("src.hangs.heartbeat.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("src.engine.watchdog.heartbeat.time.monotonic", lambda: now[0])
     heartbeat = Heartbeat(tmp_path)
     for clock in range(5):
         heartbeat.write(7, [sign(0, clock), sign(1), None])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from src.callbacks.loss_scale import LossScale
+from src.engine.callbacks.loss_scale import LossScale
 from tests.tiny import Line, Pair, loader, quiet_trainer
 
 

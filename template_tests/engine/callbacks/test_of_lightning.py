@@ -10,13 +10,13 @@ from lightning import Callback
 from lightning.pytorch import callbacks as shipped
 from torch import Tensor, nn
 
-from src.callbacks.frozen import Frozen
-from src.checkpoint.before_training import NOT_RESUMABLE
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
-from src.checkpoint.write import WholeFiles
-from src.errors import AgreedError
-from src.trainer import ProjectTrainer
+from src.engine.callbacks.frozen import Frozen
+from src.engine.checkpoint.before_training import NOT_RESUMABLE
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.checkpoint.write import WholeFiles
+from src.engine.errors import AgreedError
+from src.engine.trainer import ProjectTrainer
 from template_tests.finetuned import Tuned, Unfreezing
 from tests.commands import ROOT
 from tests.small_task import SmallData

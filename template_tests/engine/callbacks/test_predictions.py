@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch
 
-from src.batching import GlobalBatchSampler
-from src.callbacks import predictions
-from src.callbacks.predictions import WritePredictions
+from src.engine.callbacks import predictions
+from src.engine.callbacks.predictions import WritePredictions
+from src.engine.data.loader import GlobalBatchSampler
 from tests.tiny import Line, loader, quiet_trainer
 
 

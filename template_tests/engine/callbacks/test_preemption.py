@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from src import signals
-from src.callbacks import preemption
-from src.callbacks.preemption import Preemption
-from src.errors import UserError
+from src.engine import signals
+from src.engine.callbacks import preemption
+from src.engine.callbacks.preemption import Preemption
+from src.engine.errors import UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from src.callbacks import progress, throughput
-from src.callbacks.global_batch import GlobalBatch
-from src.callbacks.progress import Progress
-from src.callbacks.throughput import Throughput
+from src.engine.callbacks import progress, throughput
+from src.engine.callbacks.global_batch import GlobalBatch
+from src.engine.callbacks.progress import Progress
+from src.engine.callbacks.throughput import Throughput
 from tests.tiny import Line, loaders, quiet_trainer
 
 

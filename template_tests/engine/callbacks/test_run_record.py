@@ -5,14 +5,14 @@ import pytest
 import torch
 from lightning import Callback
 
-from src.callbacks import run_record
-from src.callbacks.run_record import RunRecord
-from src.callbacks.throughput import Throughput
-from src.checkpoint.best import SaveBest
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
-from src.errors import UserError
-from src.run import Run
+from src.engine.callbacks import run_record
+from src.engine.callbacks.run_record import RunRecord
+from src.engine.callbacks.throughput import Throughput
+from src.engine.checkpoint.best import SaveBest
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.errors import UserError
+from src.engine.run.directory import Run
 from tests.tiny import Line, loaders, quiet_trainer
 
 AGAIN = "python -m src.cli fit --run mine"

@@ -6,7 +6,7 @@ import torch
 from lightning import Callback, Trainer
 from torch import Tensor
 
-from src.callbacks.step_costs import FreeGradients, FreezeGarbage
+from src.engine.callbacks.step_costs import FreeGradients, FreezeGarbage
 from tests.tiny import Line, loader, quiet_trainer
 
 

@@ -5,8 +5,9 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset
 
-from src.callbacks import throughput
-from src.callbacks.throughput import PEAK_FLOPS, Throughput, count_samples, peak_flops, peak_memory
+from src.engine.callbacks import throughput
+from src.engine.callbacks.throughput import PEAK_FLOPS, Throughput, count_samples, peak_flops
+from src.engine.memory.usage import peak_memory
 from tests.tiny import Line, loader, quiet_trainer
 
 

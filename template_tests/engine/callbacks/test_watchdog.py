@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from src import exit_codes
-from src.callbacks.watchdog import Watchdog
 from src.cli import main
-from src.hangs.dump import COLLECTIVES, dump_collectives, dump_stacks, dumps, record_collectives
-from src.hangs.heartbeat import Sign
-from src.hangs.limit import WatchdogSettings, fit_timeouts
-from src.hangs.report import explain
+from src.engine import exit_codes
+from src.engine.watchdog.callback import Watchdog
+from src.engine.watchdog.dump import COLLECTIVES, dump_collectives, dump_stacks, dumps, record_collectives
+from src.engine.watchdog.heartbeat import Sign
+from src.engine.watchdog.limit import WatchdogSettings, fit_timeouts
+from src.engine.watchdog.report import explain
 from src.strategies import DDP
 from tests.commands import CPU, ROOT, SMALL, environment, read_json
 from tests.tiny import Line, loader, quiet_trainer
@@ -112,7 +112,7 @@ def test_events_are_noted_as_they_come(tmp_path: Path) -> None:
 def test_time_in_which_the_process_did_not_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that jumps by far more than the limit is no hang; one that passes the limit bit by bit is."""
     now, ended = [0.0], threading.Event()
-    monkeypatch.setattr("src.callbacks.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("src.engine.watchdog.callback.time", SimpleNamespace(monotonic=lambda: now[0]))
     watchdog = Watchdog(1)
     monkeypatch.setattr(watchdog, "_diagnose", lambda limit: "")
     monkeypatch.setattr(watchdog, "_end", lambda report: ended.set())

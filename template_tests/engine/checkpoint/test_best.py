@@ -8,13 +8,13 @@ import pytest
 import torch
 from lightning import Trainer
 
-from src.checkpoint import write
-from src.checkpoint.best import SaveBest
 from src.checkpoint.compare import differences
-from src.checkpoint.files import fault, steps_inside
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
-from src.checkpoint.write import WholeFiles
+from src.engine.checkpoint import write
+from src.engine.checkpoint.best import SaveBest
+from src.engine.checkpoint.files import fault, steps_inside
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.checkpoint.write import WholeFiles
 from tests.tiny import Line, Rows, loaders, quiet_trainer
 
 DATA = torch.linspace(-1, 1, 24)[:, None]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.checkpoint.choose import NoWholeCheckpointError, newest
-from src.checkpoint.files import fault, steps_inside
-from src.errors import of_a_file
+from src.engine.checkpoint.choose import NoWholeCheckpointError, newest
+from src.engine.checkpoint.files import fault, steps_inside
+from src.engine.errors import of_a_file
 
 
 def saved(path: Path, step: int) -> Path:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from src.checkpoint.compare import SHOWN, differences, outcome
-from src.checkpoint.contents import AVERAGE
+from src.engine.checkpoint.contents import AVERAGE
 from template_tests.checkpoints import a_run, refused, said, saved, truncated
 
 

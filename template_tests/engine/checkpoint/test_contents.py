@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.checkpoint.choose import newest
-from src.checkpoint.contents import Copies, plain, refuse_unsafe
-from src.checkpoint.files import fault
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
-from src.checkpoint.write import WholeFiles
-from src.errors import UserError
+from src.engine.checkpoint.choose import newest
+from src.engine.checkpoint.contents import Copies, plain, refuse_unsafe
+from src.engine.checkpoint.files import fault
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.checkpoint.write import WholeFiles
+from src.engine.errors import UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
 DATA = torch.linspace(-1, 1, 24)[:, None]
@@ -159,7 +159,7 @@ def test_a_save_that_is_not_asynchronous_is_there_at_once(tmp_path: Path) -> Non
 
 def test_the_older_one_goes_when_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write behind training that fails costs that state alone; the one before stays though only one is to be kept."""
-    from src.checkpoint import write
+    from src.engine.checkpoint import write
 
     real = write.torch.save
 

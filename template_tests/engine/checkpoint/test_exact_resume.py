@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchmetrics import MeanMetric
 
-from src.callbacks.global_batch import GlobalBatch
 from src.checkpoint.compare import differences
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
+from src.engine.callbacks.global_batch import GlobalBatch
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
 from tests.tiny import Line, Rows, loader, loaders, quiet_trainer
 
 EVERYTHING = {"random", "lr", "val/loss", "train/mean", "train/metric", "train/loss"}

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from src.checkpoint.__main__ import main
-from src.checkpoint.shards import IN_PARTS, part_path
-from src.checkpoint.write import write_parts
+from src.engine.checkpoint.shards import IN_PARTS, part_path
+from src.engine.checkpoint.write import write_parts
 from tests.commands import SMALL, fit, weights
 from tests.small_task import SmallModule, SmallNet
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from src.checkpoint import write as write_module
-from src.checkpoint.best import SaveBest
-from src.checkpoint.choose import newest
-from src.checkpoint.files import clear_temporary, fault, ours, step_in_name, steps_inside
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
-from src.checkpoint.write import WholeFiles
-from src.errors import NotSavedError
+from src.engine.checkpoint import write as write_module
+from src.engine.checkpoint.best import SaveBest
+from src.engine.checkpoint.choose import newest
+from src.engine.checkpoint.files import clear_temporary, fault, ours, step_in_name, steps_inside
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.checkpoint.write import WholeFiles
+from src.engine.errors import NotSavedError
 from tests.commands import ROOT
 from tests.tiny import Line, loaders, quiet_trainer
 
@@ -31,7 +31,7 @@ DATA = torch.linspace(-1, 1, 24)[:, None]
 SAVERS = """
 import os, sys, torch
 from pathlib import Path
-from src.checkpoint.write import WholeFiles
+from src.engine.checkpoint.write import WholeFiles
 folder, files = Path(sys.argv[1]), WholeFiles()
 
 def save_for_ever():

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.optim import SGD, AdamW, RMSprop
 from torch.optim import lr_scheduler as schedules
 
-from src.checkpoint.restore import Restore
-from src.errors import AgreedError
+from src.engine.checkpoint.restore import Restore
+from src.engine.errors import AgreedError
 from tests.tiny import Line, loader, quiet_trainer
 
 

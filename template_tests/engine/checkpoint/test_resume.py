@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
 from tests.tiny import Line, loader, quiet_trainer
 
 DATA = torch.linspace(-1, 1, 24)[:, None]  # in batches of 4 an epoch is 6 steps

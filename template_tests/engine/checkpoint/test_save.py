@@ -5,13 +5,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from src.checkpoint.best import SaveBest
-from src.checkpoint.choose import newest
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
-from src.checkpoint.shards import IN_PARTS, load, part_path
-from src.checkpoint.write import WholeFiles, back_up, write_parts
-from src.errors import AgreedError, UserError
+from src.engine.checkpoint.best import SaveBest
+from src.engine.checkpoint.choose import newest
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.checkpoint.shards import IN_PARTS, load, part_path
+from src.engine.checkpoint.write import WholeFiles, back_up, write_parts
+from src.engine.errors import AgreedError, UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
 DATA = torch.linspace(-1, 1, 24)[:, None]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.checkpoint import schedule
-from src.checkpoint.save import SaveNewest
-from src.checkpoint.schedule import CheckpointSettings
-from src.errors import UserError
+from src.engine.checkpoint import schedule
+from src.engine.checkpoint.save import SaveNewest
+from src.engine.checkpoint.schedule import CheckpointSettings
+from src.engine.errors import UserError
 from tests.tiny import Line, loaders, quiet_trainer
 
 DATA = torch.linspace(-1, 1, 24)[:, None]  # in batches of 2 an epoch is 12 steps

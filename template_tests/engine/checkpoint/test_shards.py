@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from src.checkpoint import shards
-from src.checkpoint.choose import newest
-from src.checkpoint.files import bytes_of, clear_temporary, fault
-from src.checkpoint.shards import FAILED, IN_PARTS, Rows, await_parts, join, load, part_path, sweep
-from src.checkpoint.write import IN_FRONT, WholeFiles, give_name, write_parts
-from src.files import replacing
+from src.engine.checkpoint import shards
+from src.engine.checkpoint.choose import newest
+from src.engine.checkpoint.files import bytes_of, clear_temporary, fault
+from src.engine.checkpoint.shards import FAILED, IN_PARTS, Rows, await_parts, join, load, part_path, sweep
+from src.engine.checkpoint.write import IN_FRONT, WholeFiles, give_name, write_parts
+from src.engine.files import replacing
 from src.strategies import FSDP
 
 WHOLE = {"a.weight": torch.arange(15.0).view(5, 3), "b": torch.arange(2.0)}

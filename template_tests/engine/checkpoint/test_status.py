@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from src.checkpoint.status import facts, state_of
-from src.hangs.heartbeat import rank_line
+from src.engine.watchdog.heartbeat import rank_line
 from template_tests.checkpoints import a_run, refused, said, truncated, zeroed
 
 

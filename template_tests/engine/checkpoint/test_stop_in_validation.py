@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from src import exit_codes, stopped
 from src.checkpoint.compare import differences, outcome
-from src.checkpoint.files import PENDING
 from src.cli import main
+from src.engine import exit_codes, stopped
+from src.engine.checkpoint.files import PENDING
 from tests.commands import CPU, SMALL, fit, read_json, rows
 from tests.small_task import SmallData
 
@@ -24,7 +24,7 @@ SIGNALLED = [
 WAYS = {
     "plain": [],
     "plateau": ["--model.plateau", "true"],
-    "averaged": ["--trainer.callbacks+", "src.callbacks.ema.EMA", "--trainer.callbacks.decay", "0.5"],
+    "averaged": ["--trainer.callbacks+", "src.engine.callbacks.ema.EMA", "--trainer.callbacks.decay", "0.5"],
     "stopping early": [
         *(
             "--trainer.callbacks+",

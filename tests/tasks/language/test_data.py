@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from src.errors import UserError
+from src.engine.errors import UserError
 from src.tasks.language import LanguageModule, TextBytes
 from src.tasks.language.data import SPLITS, Windows, store, text_files
 from tests.tiny import quiet_trainer

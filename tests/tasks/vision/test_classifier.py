@@ -3,7 +3,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from src.errors import UserError
+from src.engine.errors import UserError
 from src.tasks.vision import VisionModule
 from tests.tiny import loader, loaders, quiet_trainer
 

@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from src.errors import UserError
+from src.engine.errors import UserError
 from src.tasks.vision import Digits
 from tests.tiny import quiet_trainer
 

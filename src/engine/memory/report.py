@@ -1,0 +1,156 @@
+"""Explain an out-of-memory error: who held the memory, and the settings that help this configuration."""
+
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from lightning import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+
+from src.engine import exit_codes
+from src.engine.errors import UserError
+from src.engine.memory.callback import OutOfMemory
+from src.engine.memory.usage import Usage, gib, is_out_of_memory
+from src.engine.resolve.resolution import Resolution
+from src.engine.run.start_block import with_options
+from src.engine.sharding.wrapping import find_blocks
+
+AS_CLASS = "--trainer.strategy src.strategies.FSDP"  # a strategy given by name takes no settings
+EACH = "--trainer.strategy.sync_every_micro_batch true"
+WORTH_A_SETTING = 0.05  # share of the device that fragmentation must take
+FIRST_SECONDS = 1  # for the rank that explains the error to do so, before a launcher ends it with the others
+
+
+def explain(
+    error: BaseException,
+    memory: OutOfMemory,
+    trainer: Trainer,
+    model: LightningModule,
+    resolved: Resolution,
+    settings: Namespace,
+    resume_command: str,
+) -> int | None:
+    """Print the error, who held the memory and what helps; once, where several ranks run out of it together.
+
+    Returns the exit code; None where memory was not the reason. A rank that only loses another one ends with a code of
+    its own, unless it has started that one: the command then ends as that did.
+    """
+    rank, world_size = trainer.global_rank, resolved.shape.world_size
+    if not is_out_of_memory(error):
+        started = [child.poll() for child in getattr(trainer.strategy.launcher, "procs", [])]
+        if exit_codes.OUT_OF_MEMORY not in started:
+            return None
+        print(f"rank {rank} ends with another one, which is out of memory", file=sys.stderr, flush=True)
+        return exit_codes.OUT_OF_MEMORY
+    where = f" on rank {rank} of {world_size}" if world_size > 1 else ""
+    lines = [f"out of memory{where}"]
+    if memory.usage is not None:
+        lines = [f"{lines[0]}: {memory.usage.device} has {gib(memory.usage.total)}", *memory.usage.lines()]
+    kept = f"; each keeps the global batch of {resolved.plan.global_batch_size}" if resolved.plan else ""
+    lines += [f"Try one of these, cheapest in speed first{kept}. Add it to", f"  {with_options(resume_command)}"]
+    for paste, effect in advice(trainer, model, resolved, settings, memory.usage):
+        lines += [f"  {paste}", f"      {effect}"] if paste else [f"  {effect}"]
+    if _is_first(rank):
+        print("".join(traceback.format_exception(error)) + "\n".join(lines), file=sys.stderr, flush=True)
+    else:
+        print(f"rank {rank} is out of memory too", file=sys.stderr, flush=True)
+        time.sleep(FIRST_SECONDS)
+    return exit_codes.OUT_OF_MEMORY
+
+
+def _is_first(rank: int) -> bool:
+    """Return whether this rank explains the error for all; each does that cannot ask, since rank 0 has gone."""
+    if torch.distributed.is_initialized():
+        with suppress(RuntimeError):
+            store = torch.distributed.distributed_c10d._get_default_store()
+            return store.compare_set("out_of_memory", "", str(rank)) == str(rank).encode()
+    return True
+
+
+def advice(
+    trainer: Trainer, model: LightningModule, resolved: Resolution, settings: Namespace, usage: Usage | None
+) -> list[tuple[str, str]]:
+    """List what to paste, which may be nothing, and what it does; not what is on already or cannot work here."""
+    on_gpu, several = resolved.shape.accelerator == "gpu", resolved.shape.world_size > 1
+    if on_gpu and usage is not None and usage.on_host:
+        return [("", "fewer loader processes (--data.num_workers), or more memory of the host (Slurm: --mem)")]
+    training = trainer.state.fn in (None, TrainerFn.FITTING)
+    strategy, given = trainer.strategy, settings.trainer.strategy
+    fsdp: Any = strategy if hasattr(strategy, "ranks_per_shard") else None  # FSDP's own setting
+    divisible = several and isinstance(strategy, DDPStrategy) and not (fsdp and fsdp.cpu_offload)
+    divided = fsdp is not None and fsdp.reshard_after_forward and fsdp.ranks_per_shard is None
+    by_class = "--trainer.strategy.reshard_after_forward true --trainer.strategy.ranks_per_shard null"
+    full_shard = by_class if fsdp and not isinstance(given, str) else "--trainer.strategy fsdp_full_shard"
+    keeps_gradients = fsdp is not None and training and not fsdp.sync_every_micro_batch
+    blocks, compiled, recomputes = _has_blocks(model), settings.compile, settings.activation_checkpointing
+    batch = " ".join(resolved.smaller_batch if model.automatic_optimization or not training else [])
+    fits = usage is None or usage.state <= usage.total  # else nothing helps that leaves the state whole
+    rows: list[tuple[Any, str, str]] = [
+        (fits and blocks and not compiled, "--compile true", "keeps less for the backward pass, and is faster"),
+        (
+            usage and _is_fragmented(usage),
+            "PYTORCH_ALLOC_CONF=expandable_segments:True",
+            "in front of the command: makes most of the fragmentation usable",
+        ),
+        (
+            on_gpu and resolved.precision.value in ("32-true", "64-true"),
+            "--trainer.precision auto",
+            "activations of 16 bits: faster, rounds differently",
+        ),
+        (fits and batch, batch, "fewer samples at once, so fewer activations; in training accumulation follows"),
+        (fits and resolved.plan is None, "", "the data brings its own batches: make them smaller, and accumulate more"),
+        (
+            keeps_gradients and (batch or trainer.accumulate_grad_batches > 1),
+            with_setting(fsdp, given, EACH),
+            "fsdp keeps whole gradients while a step accumulates; this divides them after each micro batch",
+        ),
+        (
+            divisible and not divided,
+            full_shard,
+            f"divides parameters, gradients and optimizer state by {resolved.shape.world_size}; costs communication",
+        ),
+        (
+            fits and training and blocks and not recomputes,
+            "--activation_checkpointing true",
+            "computes the inside of each block again in the backward pass: about a fifth slower",
+        ),
+        (
+            divisible and on_gpu and training,
+            with_setting(fsdp, given, f"--trainer.strategy.cpu_offload true {EACH}"),
+            "parameters, gradients and optimizer state in the host's memory: many times slower",
+        ),
+        (on_gpu, "", "cards with more memory, or more cards: under fsdp each holds a smaller part"),
+        (not on_gpu, "", "more memory for the job (Slurm: --mem)"),
+    ]
+    return [(paste, effect) for applies, paste, effect in rows if applies]
+
+
+def _has_blocks(model: LightningModule) -> bool:
+    with suppress(UserError):  # nothing has asked for them so far, and memory is what this is about
+        return bool(find_blocks(model))
+    return False
+
+
+def _is_fragmented(usage: Usage) -> bool:
+    much = (usage.fragmented or 0) > WORTH_A_SETTING * usage.total
+    return much and "expandable_segments" not in os.environ.get("PYTORCH_ALLOC_CONF", "")
+
+
+def with_setting(fsdp: Any, given: Any, setting: str) -> str:
+    """Return a setting of fsdp behind what must stand in front of it, so that a strategy keeps the settings it has.
+
+    One that is given by class keeps them; one that is given by name has to be named by class, with what it stands for.
+    """
+    if fsdp is None:
+        return f"{AS_CLASS} {setting}"
+    if not isinstance(given, str):
+        return setting
+    strategy, options = StrategyRegistry[given]["strategy"], StrategyRegistry[given]["init_params"]
+    named = f"--trainer.strategy {strategy.__module__}.{strategy.__qualname__}"
+    return " ".join([named, *(f"--trainer.strategy.{name} {value}" for name, value in options.items()), setting])

@@ -1,0 +1,275 @@
+"""End a run that hangs, on every rank, and name the rank that holds it up; keep the run's heartbeat."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+
+from src.engine import exit_codes
+from src.engine.checkpoint.write import WholeFiles
+from src.engine.watchdog.dump import dump_collectives, dump_stacks, dumps
+from src.engine.watchdog.heartbeat import HEARTBEAT_SECONDS, Heartbeat, Sign
+from src.engine.watchdog.peers import Peers, within
+from src.engine.watchdog.report import explain
+
+PULSE = 5.0  # seconds between two signs of life, at most
+LAST_SAVE = 30  # seconds for a checkpoint that is being written, before all ends
+LAST_WORDS = 10  # seconds for whatever else may hang itself
+
+
+class Event(NamedTuple):
+    """What a rank has begun last."""
+
+    name: str
+    since: float  # by time.monotonic(); in the future where it may take longer than the limit
+    number: int  # counts the events of this rank
+
+
+def _notes(event: str) -> Any:
+    """Return a hook that notes an event."""
+
+    def hook(self: "Watchdog", *_: object, **__: object) -> None:
+        self.event = Event(event, time.monotonic(), self.event.number + 1)
+
+    return hook
+
+
+class Watchdog(Callback):
+    """Ends all ranks with exit code 74 when one has had no event for `limit` seconds, and says why, once.
+
+    The hooks only note their name and the time; threads do the rest. One gives signs of life in the process group's
+    store. One looks at the clock, and asks the store only through `within`: it hangs as well while the process that
+    serves it is stopped. On rank 0 of a training a third one writes the heartbeat.
+
+    The first rank whose limit has passed reads the signs of all ranks twice and reports: at fault are ranks whose sign
+    has not changed in between, else those that have come less far than the others. Each rank then writes its Python
+    stacks to `hang-rank<k>.txt` and, over NCCL, PyTorch's record of the last collectives. A checkpoint that is being
+    written behind training gets half a minute.
+
+    Time in which this process did not run at all does not count: a laptop that slept, a job that was suspended.
+
+    Args:
+        limit: seconds without an event; None: nothing is ended
+        folder: the run directory, for the dumps and the heartbeat; None: a temporary folder, and no heartbeat
+        tell: called on rank 0 with the report's first line, for a record; may hang
+        again: the command that continues the run
+
+    """
+
+    def __init__(
+        self,
+        limit: float | None,
+        folder: Path | None = None,
+        tell: Callable[[str], object] | None = None,
+        again: str = "the same command",
+    ) -> None:
+        self.limit, self.folder, self.tell, self.again = limit, folder or Path(tempfile.mkdtemp()), tell, again
+        self.pulse = PULSE if limit is None else min(PULSE, limit / 4)
+        self.heartbeat = None if folder is None else Heartbeat(folder)
+        self.event = Event("starting", time.monotonic(), 0)
+        self._threads: list[threading.Thread] = []
+
+    # --- what began last: all that happens on the hot path ---
+
+    on_fit_start = _notes("making optimizers and loading the checkpoint")
+    on_sanity_check_start = _notes("the validation before training")
+    on_train_epoch_start = _notes("the start of an epoch")
+    on_train_batch_start = _notes("training_step")
+    on_before_backward = _notes("backward")
+    on_before_optimizer_step = _notes("the optimizer step")
+    on_train_batch_end = _notes("the end of a step (logging)")
+    on_train_epoch_end = _notes("the end of an epoch")
+    on_train_end = _notes("the end of training (saving)")
+    on_save_checkpoint = _notes("saving a checkpoint")
+    on_validation_start = on_test_start = on_predict_start = _notes("fetching a batch to evaluate")
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _notes("the step of an evaluation")
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _notes("fetching a batch to evaluate")
+    on_validation_end = on_test_end = on_predict_end = _notes("the end of an evaluation")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note each fetch of a batch, for which Lightning has no hook."""
+        self.begin("the start of training")
+        loop = trainer.fit_loop.epoch_loop
+        before_fetch = loop._on_before_fetch
+
+        def note_fetch() -> None:
+            before_fetch()  # saves, where a save is due
+            self.begin("fetching a batch")
+
+        loop._on_before_fetch = note_fetch  # type: ignore[method-assign]
+
+    def begin(self, event: str, allowed: float = 0.0) -> None:
+        """Note an event.
+
+        Args:
+            event: begins now
+            allowed: seconds that it may take beyond the limit
+
+        """
+        self.event = Event(event, time.monotonic() + allowed, self.event.number + 1)
+
+    # --- the threads' life ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin to watch: every rank is here and the process group stands."""
+        self._stop()
+        self.begin("setting up")
+        self._trainer, self._main = trainer, threading.get_ident()
+        self._ended = ended = threading.Event()
+        self._report: str | None = None
+        self._rank_zero: Sign | None = None  # its newest sign: all that is known of it when it cannot serve the store
+        self._peers: Peers | None = None  # None too where they cannot be reached any more
+        rank, world_size = trainer.global_rank, trainer.world_size
+        store = None
+        if world_size > 1 and torch.distributed.is_initialized():
+            store = torch.distributed.distributed_c10d._get_default_store()
+            self._peers = Peers(store, rank, world_size)
+            self._start(self._publish, self._peers, ended)
+        if rank == 0 and stage == "fit" and self.heartbeat is not None:
+            self.heartbeat.write(trainer.global_step, [])
+            self._start(self._beat, self.heartbeat, store and Peers(store, rank, world_size), ended)
+        if self.limit is not None:
+            self._start(self._watch, self.limit, ended)
+
+    def _start(self, act: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=act, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: D102
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave word for ranks that may wait for this one in vain."""
+        self.begin(f"ended with {type(exception).__name__}")
+        if self._threads and (peers := self._peers) is not None:
+            within(2, lambda: peers.publish(self._sign()))
+        self._stop()
+
+    def _stop(self) -> None:
+        for thread in self._threads:
+            self._ended.set()
+            thread.join(LAST_WORDS)
+        self._threads = []
+
+    def _sign(self) -> Sign:
+        frame, event = sys._current_frames().get(self._main), self.event
+        return Sign(
+            rank=self._trainer.global_rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            clock=time.time(),
+            step=self._trainer.global_step,
+            doing=event.name,
+            since=max(0.0, time.monotonic() - event.since),
+            events=event.number,
+            line=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "-",
+        )
+
+    def _publish(self, peers: Peers, ended: threading.Event) -> None:
+        """Give signs of life; note rank 0's, and whether another rank has reported a hang."""
+        try:
+            while not ended.is_set():
+                peers.publish(self._sign())
+                self._rank_zero = peers.latest(0) or self._rank_zero
+                self._report = peers.reported()
+                ended.wait(self.pulse if self._rank_zero else self.pulse / 20)
+        except Exception:  # the process that serves the store has ended; the clock needs no store
+            return
+
+    def _beat(self, heartbeat: Heartbeat, peers: Peers | None, ended: threading.Event) -> None:
+        """Write the heartbeat until the run ends in order, then remove it."""
+        while not ended.wait(HEARTBEAT_SECONDS):
+            signs = within(LAST_WORDS, peers.latest_of_all) if peers else [self._sign()]
+            heartbeat.write(self._trainer.global_step, signs or [])
+        heartbeat.remove()
+
+    def _watch(self, limit: float, ended: threading.Event) -> None:
+        tick = self.pulse / 5
+        seen, resumed = time.monotonic(), 0.0
+        while not ended.wait(tick):
+            now = time.monotonic()
+            if now - seen > tick + self.pulse:  # this thread did not run: the process was stopped, or the machine slept
+                resumed = now
+            seen = now
+            if now - max(self.event.since, resumed) > limit:
+                self._end(self._diagnose(limit))
+            elif self._report is not None:
+                self._end(self._report)
+
+    # --- the end ---
+
+    def _diagnose(self, limit: float) -> str:
+        """Return the report, the same on every rank that can be reached."""
+        peers = self._peers
+        if peers is None:
+            return self._print(explain([self._sign()], [], limit))
+        if (text := within(8 * self.pulse + LAST_WORDS, lambda: self._common_report(peers, limit))) is not None:
+            return text
+        # The store's server is stopped or gone: rank 0, unless torchrun serves it.
+        self._peers = None
+        mine, first = self._sign(), self._rank_zero
+        if mine.rank == 0 or first is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            known, silent = [mine], []
+        else:
+            known, silent = [first, mine], [0]
+        text = explain(known, silent, limit)
+        if len(known) < peers.world_size:
+            text += "\n  of the other ranks nothing is known: the store of the process group does not answer"
+        return self._print(text)
+
+    def _common_report(self, peers: Peers, limit: float) -> str | None:
+        """Return the one report, made by the first rank that comes here; None if that rank did not get to it."""
+        if not peers.claim_report():
+            # `_publish` reads it; to wait in the store would keep this rank from giving signs of life.
+            patience = time.monotonic() + 6 * self.pulse + LAST_WORDS
+            while self._report is None and time.monotonic() < patience:
+                time.sleep(self.pulse / 5)
+            return self._report
+        before = peers.latest_of_all()
+        time.sleep(2.5 * self.pulse)
+        after = peers.latest_of_all()
+        silent = [new.rank for old, new in zip(before, after, strict=True) if new and old == new]
+        text = self._print(explain(after, silent, limit))
+        peers.report(text)
+        return text
+
+    def _print(self, text: str) -> str:
+        text += f"\n  {dumps(self.folder)}; continue with: {self.again}"
+        within(LAST_WORDS, lambda: print(text, file=sys.stderr, flush=True))  # who reads it may hang as well
+        return text
+
+    def _end(self, report: str) -> None:
+        """Write down where this rank is, and leave without waiting for anything that may hang."""
+        trainer, peers, tell = self._trainer, self._peers, self.tell
+        rank = trainer.global_rank
+        within(LAST_WORDS, lambda: dump_stacks(self.folder, rank, report))
+        within(LAST_WORDS, lambda: dump_collectives(self.folder, rank))
+        if rank == 0 and tell is not None:
+            within(LAST_WORDS, lambda: tell(report.partition("\n")[0].removeprefix("error: ")))
+        if rank == 0 and isinstance(trainer.strategy.checkpoint_io, WholeFiles):
+            within(LAST_SAVE, trainer.strategy.checkpoint_io.wait)
+        for child in multiprocessing.active_children():  # a loader's worker that hangs would not see that we are gone
+            child.kill()
+        # A launcher ends all ranks when one leaves: each first writes its stacks, and rank 0 its checkpoint.
+        if trainer.world_size > 1 and (rank == 0 or peers is None):
+            time.sleep(2 * self.pulse)
+        if peers is not None and rank == 0:
+            within(LAST_WORDS, peers.leave)
+        elif peers is not None:
+            patience = LAST_SAVE + 4 * LAST_WORDS
+            within(patience, lambda: peers.wait_for_rank_zero(patience))
+        kill = getattr(trainer.strategy.launcher, "kill", None)
+        if kill is not None:
+            kill(signal.SIGKILL)  # the ranks that this process has started
+        within(LAST_WORDS, sys.stdout.flush)
+        os._exit(exit_codes.HUNG)
