@@ -125,7 +125,7 @@ def _doubts(training: Training, cluster: Cluster, run_root: Path) -> list[str]:
     """Return warnings about what can be submitted and may not be meant."""
     from src.engine.run.vanishing import vanishes
 
-    found = [*_relative_paths(training), *_accelerator(training, cluster), *_precision(training, cluster)]
+    found = [*_relative_paths(training), *_accelerator(training, cluster)]
     if cluster.name != "local" and (why := vanishes(run_root)):
         found.append(f"the run root {run_root} is {why}: set RUN_ROOT or scratch: to a folder that all nodes share")
     return found
@@ -247,14 +247,6 @@ def _accelerator(training: Training, cluster: Cluster) -> list[str]:
         return []
     what = f"computes on {'GPUs' if cluster.accelerator == 'gpu' else 'CPUs'}"
     return [f"trainer.accelerator {own} is not used: cluster {cluster.name} {what} (behind --, it would be)"]
-
-
-def _precision(training: Training, cluster: Cluster) -> list[str]:
-    """Warn of bf16 on a card without units for it: by emulation it runs many times slower."""
-    asked, card = str(training.settings.get("trainer.precision")), cluster.gpus.get(cluster.gpu or "")
-    if card is None or card.capability >= (8, 0) or not asked.startswith("bf16"):
-        return []
-    return [f"trainer.precision {asked}: {cluster.gpu} has no units for bf16; auto takes 16-mixed there"]
 
 
 def _restarts(options: argparse.Namespace, limit: datetime.timedelta, subcommand: str) -> dict[str, Any]:

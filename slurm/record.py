@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm import race, sbatch, snapshot
+from slurm.cluster import Cluster
 from slurm.errors import LaunchError
 from slurm.render import Job, plain_command
 from slurm.shared_root import make_folder, refuse_shared
@@ -46,7 +47,8 @@ def submit_all(submission: "Submission", *, check: bool) -> int:
     if submission.snapshot:
         snapshot.take(submission.snapshot, first.run_root / ".snapshots", submission.trust)
     if check:
-        _check(first, submission.points)
+        for job in submission.jobs:
+            _check(job)
     make_folder(first.folder)
     refused: list[LaunchError] = []
     for job in submission.jobs:
@@ -96,18 +98,19 @@ def _print_how_to_watch(job: Job) -> None:
     print(f"        and, where you sit: ssh -N -L 6006:localhost:6006 {getpass.getuser()}@{name}")
 
 
-def _check(job: Job, points: Sequence["Point"]) -> None:
-    """Let src.cli read the settings now, with the code of the job: a typo must not wait in the queue.
+def _check(job: Job) -> None:
+    """Let src.check resolve every command for the cluster's card, with the code of the job.
 
-    Neither must a file that was left out of the snapshot. Each value of a grid is read, in one command: of a repeated
-    option the last one counts, and all are parsed.
+    What `fit` would refuse there must not wait in the queue, and neither must a file that is not in the snapshot.
     """
-    values = dict.fromkeys(setting for point in points for setting in point.settings)
-    arguments = [*job.commands[0], *(word for name, value in values for word in (f"--{name}", value)), "--print_config"]
-    print("check: src.cli reads the settings", flush=True)  # that takes seconds, on a network file system many
+    if not (job.code / "src/check.py").is_file():
+        print("check: left out, the code of this submission is from before src.check")
+        return
+    print("check: src.check reads the settings", flush=True)  # that takes seconds, on a network file system many
     own = {"PYTHONPATH": str(job.code), "PYTHONDONTWRITEBYTECODE": "1", "RUN_ROOT": str(job.run_root)}
     done = subprocess.run(
-        [job.python, "-m", "src.cli", *arguments],
+        [job.python, "-m", "src.check", _card(job.cluster), "-"],
+        input=json.dumps([list(command) for command in job.commands]),
         cwd=job.code,
         env=os.environ | own,
         capture_output=True,
@@ -119,7 +122,13 @@ def _check(job: Job, points: Sequence["Point"]) -> None:
         reason = errors[-1].removeprefix("error: ") if errors else " ".join(done.stderr[-2000:].split())
         if done.returncode < 0:
             reason = f"the check was killed by signal {-done.returncode}, as a login node with little memory does it"
-        raise LaunchError(f"{reason} (found by `python -m src.cli {arguments[0]} … --print_config`; see --no-check)")
+        raise LaunchError(f"{reason} (found by `python -m src.check`; --no-check submits without it)")
+
+
+def _card(cluster: Cluster) -> str:
+    """Return the cluster's card as src.check reads it; cpu also where the file says nothing of the card."""
+    card = cluster.gpus.get(cluster.gpu or "") if cluster.accelerator == "gpu" else None
+    return f"{cluster.gpu}:{'.'.join(map(str, card.capability))}" if card else "cpu"
 
 
 def _refuse_second(job: Job) -> None:

@@ -73,7 +73,7 @@ def parser() -> Parser:
     made.add_argument("--parallel", type=int, default=256, metavar="N", help="runs of a grid at a time (256)")
     made.add_argument("--include", action="append", default=[], metavar="PATH", help="untracked files that travel too")
     made.add_argument("--no-snapshot", action="store_true", help="run the code where it is; edits reach a waiting job")
-    made.add_argument("--no-check", action="store_true", help="submit without letting src.cli read its settings first")
+    made.add_argument("--no-check", action="store_true", help="submit without the check of its settings by src.check")
     made.add_argument("--trust-run-root", action="store_true", help="although others can write there")
     made.add_argument("--dry-run", action="store_true", help="show what would be submitted; writes nothing")
     made.add_argument("--points", help=argparse.SUPPRESS)  # of a grid, to submit again: jobs.py resume

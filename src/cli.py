@@ -54,6 +54,7 @@ from src.engine.lightning_cli import StrictCLI
 from src.engine.memory.callback import OutOfMemory
 from src.engine.outcome import keep_metrics, leave, out_of_time, report, results, run_to_its_end
 from src.engine.preparation import prepare_environment, prepare_yaml, quieten
+from src.engine.resolve.precision import Card
 from src.engine.resolve.resolution import asked_batch, resolve
 from src.engine.run.changes import ESSENTIAL
 from src.engine.run.directory import Run, find_run, open_run
@@ -115,7 +116,8 @@ def _run(argv: list[str]) -> int:
 class ProjectCLI(StrictCLI):
     """Parse, resolve what depends on the machine, build; then open the run and train, or evaluate: in this order."""
 
-    def __init__(self, argv: list[str]) -> None:
+    def __init__(self, argv: list[str], elsewhere: list[Card] | None = None) -> None:
+        self.elsewhere = elsewhere  # the GPUs of another machine, for which src.check resolves
         self.run: Run | None = None
         self.resume_command = "the same command"  # with --run, as soon as there is a run
         self.memory = OutOfMemory()
@@ -167,7 +169,7 @@ class ProjectCLI(StrictCLI):
     def before_instantiate_classes(self) -> None:
         """Find out what this machine makes of the configuration; refuse what cannot be."""
         self.config_text = self.dump(without=OF_ONE_START)  # fed back with --config it starts a run of its own
-        self.resolved = resolve(self.settings, config_files(self.argv), resolve_strategy)
+        self.resolved = resolve(self.settings, config_files(self.argv), resolve_strategy, self.elsewhere)
         if self.settings.debug_collectives:
             debug_collectives()
         if self.resolved.plan is not None:

@@ -142,8 +142,8 @@ def test_a_queue_that_does_not_answer_is_no_empty_one(submit: Submit, programs: 
 
 def test_settings_are_read_with_the_jobs_code(submit: Submit, project: Path, tmp_path: Path) -> None:
     """A module that git does not track is missing there, and that is said before the job waits."""
-    cli = project / "src/cli.py"
-    cli.write_text(f"import src.new\n{cli.read_text()}")
+    check = project / "src/check.py"
+    check.write_text(f"import src.new\n{check.read_text()}")
     (project / "src/new.py").touch()
     refused = submit("--name", "gpt")
     assert refused.returncode == 2
@@ -153,8 +153,8 @@ def test_settings_are_read_with_the_jobs_code(submit: Submit, project: Path, tmp
 
 def test_every_value_of_a_grid_is_read(submit: Submit, project: Path) -> None:
     """Not those of its first run alone: the last one may wait in the queue as long as any."""
-    cli = project / "src/cli.py"
-    cli.write_text(cli.read_text().replace('"--typo" in', '"1e-x" in'))
+    check = project / "src/check.py"
+    check.write_text(check.read_text().replace('"--typo" in', '"1e-x" in'))
     refused = submit("--name", "g", "--grid", "model.depth=1,2 model.lr=1e-3,1e-x")
     assert refused.returncode == 2
     assert "error: unknown key typo" in refused.stderr
@@ -162,8 +162,10 @@ def test_every_value_of_a_grid_is_read(submit: Submit, project: Path) -> None:
 
 def test_a_configuration_from_elsewhere_is_submitted(submit: Submit, project: Path, tmp_path: Path) -> None:
     """The check finds the copy that the job will read; so does a resume, whatever became of the original."""
-    cli = project / "src/cli.py"
-    cli.write_text(cli.read_text().replace('if "--print', "open(option('--config'))\nif \"--print", 1))
+    check = project / "src/check.py"
+    check.write_text(
+        "import json, sys\n(command,) = json.load(sys.stdin)\nopen(command[command.index('--config') + 1])\n"
+    )
     (tmp_path / "mine.yaml").write_text("global_batch_size: 128\n")
     done = submit("--name", "gpt", "--config", "mine.yaml")
     assert done.returncode == 0, done.stderr
@@ -272,7 +274,7 @@ def test_a_single_run_does_not_become_a_grids(submit: Submit) -> None:
 
 def test_a_check_that_was_killed_says_so(submit: Submit, project: Path) -> None:
     """As a login node does it to what takes much memory."""
-    (project / "src/cli.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    (project / "src/check.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     refused = submit("--name", "gpt")
     assert refused.returncode == 2
     assert "error: the check was killed by signal 9" in refused.stderr

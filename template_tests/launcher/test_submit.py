@@ -16,7 +16,7 @@ import yaml
 
 from slurm import plan
 from src.engine import exit_codes
-from template_tests.launching import ROOT, SITE, make_project
+from template_tests.launching import ROOT, make_project
 
 SLURM = ROOT / "docs/slurm.md"
 Submit = Callable[..., subprocess.CompletedProcess[str]]
@@ -231,18 +231,6 @@ def test_a_relative_path_in_an_override_is_warned_about(submit: Submit, tmp_path
     (tmp_path / "data/x").touch()
     done = submit("--dry-run", "--", "--data.root", "data/x")
     assert f"warning: data/x is a relative path; in the job it starts from the snapshot: give {tmp_path}" in done.stderr
-
-
-def test_bf16_on_an_old_card_is_warned_about(submit: Submit, project: Path) -> None:
-    """It would run, slowly; a newer card's file has no such warning."""
-    old = SITE.replace("a100", "v100").replace("80, capability: 8.0", "32, capability: 7.0")
-    (project / "configs/clusters/old.yaml").write_text(old.replace("needs: [account]\n", ""))
-    said = {
-        name: submit("--cluster", name, "--dry-run", "--", "--trainer.precision", "bf16-mixed")
-        for name in ("old", "here")
-    }
-    assert "warning: trainer.precision bf16-mixed: v100 has no units for bf16" in said["old"].stderr
-    assert "no units" not in said["here"].stderr
 
 
 def test_a_surrounding_jobs_variables_are_not_handed_on(submit: Submit) -> None:

@@ -24,14 +24,16 @@ class Card:
     name: str
     capability: tuple[int, int]
 
+    def __str__(self) -> str:
+        return f"{self.name}, compute capability {self.capability[0]}.{self.capability[1]}"
+
 
 @dataclass(frozen=True)
 class Precision:
-    """A Lightning precision name, the reason for it, and a warning if it is slow here."""
+    """A Lightning precision name and the reason for it."""
 
     value: str
     reason: str
-    warning: str | None = None
 
 
 def resolve_precision(requested: str | int, cards: list[Card]) -> Precision:
@@ -48,14 +50,10 @@ def resolve_precision(requested: str | int, cards: list[Card]) -> Precision:
         return _automatic(cards)
     if not cards and asked.startswith("16"):
         raise UserError(f"trainer.precision {asked} needs a GPU; on a CPU use 32-true or bf16-mixed")
-    native_bf16 = not cards or cards[0].capability >= (8, 0)
-    if asked.startswith("bf16") and not native_bf16:
-        card = cards[0]
-        return Precision(
-            asked,
-            "as asked",
-            f"{card.name} (compute capability {card.capability[0]}.{card.capability[1]}) has no bf16 units and "
-            "emulates it, slower than fp32; 16-mixed is the fast choice there",
+    if asked.startswith("bf16") and cards and cards[0].capability < (8, 0):
+        raise UserError(
+            f"trainer.precision {asked}: {cards[0]} has no bf16 units and emulates it, slower than fp32; "
+            "use auto, which is 16-mixed or 32-true there"
         )
     return Precision(asked, "as asked")
 
@@ -74,13 +72,12 @@ def low_note(precision: str) -> str | None:
 def _automatic(cards: list[Card]) -> Precision:
     if not cards:
         return Precision("32-true", "CPU")
-    major, minor = cards[0].capability
-    where = f"{cards[0].name}, compute capability {major}.{minor}"
+    card, major = cards[0], cards[0].capability[0]
     if major >= 8:
-        return Precision("bf16-mixed", where)
+        return Precision("bf16-mixed", str(card))
     if major == 7:
-        return Precision("16-mixed", f"{where}: no bf16 units before 8.0")
-    return Precision("32-true", f"{where}: no tensor cores before 7.0")
+        return Precision("16-mixed", f"{card}: no bf16 units before 8.0")
+    return Precision("32-true", f"{card}: no tensor cores before 7.0")
 
 
 def refuse_mixed_cards(names: list[str]) -> None:

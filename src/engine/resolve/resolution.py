@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 
 from src.engine.config import CONFIGS, class_parameters
 from src.engine.errors import UserError
@@ -18,7 +18,7 @@ from src.engine.resolve.hardware import (
     process_environment,
     read_shape,
 )
-from src.engine.resolve.precision import Precision, low_note, resolve_precision
+from src.engine.resolve.precision import Card, Precision, low_note, resolve_precision
 
 
 @dataclass
@@ -34,21 +34,28 @@ class Resolution:
     notes: list[str] = field(default_factory=list)
 
 
-def resolve(config: Namespace, files: list[str], resolve_strategy: Callable[[object, int], object]) -> Resolution:
+def resolve(
+    config: Namespace,
+    files: list[str],
+    resolve_strategy: Callable[[object, int], object],
+    elsewhere: list[Card] | None = None,
+) -> Resolution:
     """Resolve a subcommand's merged configuration.
 
     Args:
         config: of the subcommand
         files: the --config arguments, whose names label shapes
         resolve_strategy: turns a strategy's setting and the number of processes into what the Trainer is given
+        elsewhere: the GPUs of a node that is not this one, [] for its CPUs; None: this machine
 
     """
     trainer = config.trainer
     _refuse_impossible(trainer)
     shape = read_shape(trainer.accelerator, trainer.num_nodes, trainer.devices)
-    check_shape(shape, files, CONFIGS)
-    environment = process_environment(shape)
-    cards = local_cards(shape)
+    if elsewhere is None:
+        check_shape(shape, files, CONFIGS)
+    environment = process_environment(shape) if elsewhere is None else LightningEnvironment()
+    cards = local_cards(shape) if elsewhere is None else elsewhere
     precision = resolve_precision(trainer.precision, cards)
     strategy = resolve_strategy(trainer.strategy, shape.world_size)
     plan = plan_of(config, shape.world_size)
@@ -56,8 +63,7 @@ def resolve(config: Namespace, files: list[str], resolve_strategy: Callable[[obj
         # fp32 matrix products on TF32 units; without this they do not use tensor cores at all.
         torch.set_float32_matmul_precision("high")
     root = "trainer.default_root_dir has no effect: runs go to $RUN_ROOT" if trainer.default_root_dir else None
-    of_precision = (precision.warning, low_note(precision.value))
-    notes = [note for note in (other_card_note(files, cards), *of_precision, root) if note]
+    notes = [note for note in (other_card_note(files, cards), low_note(precision.value), root) if note]
     return Resolution(shape, environment, precision, strategy, plan, _half(config, plan), notes)
 
 
