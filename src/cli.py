@@ -187,6 +187,7 @@ class ProjectCLI(StrictCLI):
             trainer = super().instantiate_trainer(**trainer_settings(self.resolved, given.trainer, is_ours), **kwargs)
         except (TypeError, ValueError) as error:  # of Lightning's checks: the user's objects are built
             raise UserError(str(error)) from error
+        self.resolved.is_ours = is_ours(trainer.strategy)
         trainer.model_settings = yaml.safe_load(self.config_text).get("model")  # type: ignore[attr-defined]
         timeout = self.settings.collective_timeout_minutes
         self.hang_limit, notes = fit_timeouts(trainer.strategy, timeout, given.watchdog)

@@ -86,7 +86,7 @@ def test_an_all_reduce_that_a_rank_does_not_join_ends_with_one_line(tmp_path: Pa
     """The ranks have met and one is stuck: exit code 2 instead of a hang."""
     stuck = (
         "import os, sys, time\n"
-        "from src import doctor, doctor_group\n"
+        "from src.doctor import __main__ as doctor, group as doctor_group\n"
         "if os.environ['SLURM_PROCID'] == '1': doctor_group.measure = lambda *_: time.sleep(1000)\n"
         "sys.exit(doctor.main(['--group', '--timeout', '8']))"
     )

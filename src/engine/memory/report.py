@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from src.engine import exit_codes
@@ -83,7 +83,7 @@ def advice(
     training = trainer.state.fn in (None, TrainerFn.FITTING)
     strategy, given = trainer.strategy, settings.trainer.strategy
     fsdp: Any = strategy if hasattr(strategy, "ranks_per_shard") else None  # FSDP's own setting
-    divisible = several and isinstance(strategy, DDPStrategy) and not (fsdp and fsdp.cpu_offload)
+    divisible = several and resolved.is_ours and not (fsdp and fsdp.cpu_offload)
     divided = fsdp is not None and fsdp.reshard_after_forward and fsdp.ranks_per_shard is None
     by_class = "--trainer.strategy.reshard_after_forward true --trainer.strategy.ranks_per_shard null"
     full_shard = by_class if fsdp and not isinstance(given, str) else "--trainer.strategy fsdp_full_shard"

@@ -32,6 +32,7 @@ class Resolution:
     plan: BatchPlan | None
     smaller_batch: list[str]  # options for half of the micro batch in the same global batch; [] where there is none
     notes: list[str] = field(default_factory=list)
+    is_ours: bool = False  # the strategy that was built is one of src/strategies/
 
 
 def resolve(
