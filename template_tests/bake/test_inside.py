@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from template_tests.bake.baking import PYTHON, ROOT, absolute, archive, clone, git, run, two_steps
+from template_tests.bake.baking import PYTHON, ROOT, absolute, archive, clone, cruft, git, run, two_steps
 
 # Tests of what is left when an example is gone.
 OF_THE_PROJECT = [f"tests/test_{name}.py" for name in ("imports", "configs", "readme", "dry_run")]
@@ -25,6 +25,17 @@ def test_a_new_project_passes_its_own_tests(project: Path) -> None:
     assert " passed" in run("make", "test", cwd=project).stdout
     experiment = ("--config", "configs/experiments/larger_batch.yaml")
     two_steps(project, project / "runs", *experiment, python=project / ".venv/bin/python")
+
+
+def test_an_edited_engine_is_tested_by_the_templates_suite(repo: Path, tmp_path: Path) -> None:
+    """`make engine-tests` fetches the project's version of the tests and runs them on the project's own src/."""
+    project = cruft(repo, tmp_path / "out", {})
+    (project / ".venv").symlink_to(ROOT / ".venv")
+    chosen = "template_tests/engine/checkpoint/test_schedule.py"
+    make = ("make", "engine-tests", "--assume-old=.venv/installed")
+    assert " passed" in run(*make, cwd=project, PYTEST_ADDOPTS=f"-k test_schedule {chosen}").stdout
+    (project / "src/engine/checkpoint/schedule.py").write_text("raise RuntimeError('edited')\n")
+    assert "edited" in run(*make, cwd=project, PYTEST_ADDOPTS=f"-k test_schedule {chosen}", check=False).stdout
 
 
 @pytest.mark.exhaustive

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from template_tests.bake.baking import Answers, cruft, git, run, tools, tree
+from template_tests.bake.baking import Answers, cruft, git, run, tools, tree, two_steps
 
-GPT = "src/models/gpt.py"
+ENGINE, MODEL, TASK = "src/engine/signals.py", "src/models/gpt.py", "src/tasks/vision/module.py"
+FIRST_SHIPPED = "8845b8e"  # before src/engine/: batching.py and others lay in src/
 ANSWERS: Answers = {"project_name": "Ada's run", "task": "vision"}
 
 
@@ -18,7 +19,7 @@ def commit(folder: Path, message: str) -> None:
 
 @pytest.fixture
 def older(repo: Path, tmp_path: Path) -> Path:
-    """The template with an older commit in front: without slurm/, with another first line of gpt.py, one file more."""
+    """The template with an older commit in front: without slurm/, other first lines of three files, one file more."""
     template = tmp_path / "template.git"
     run("git", "clone", "--quiet", repo, template, cwd=tmp_path)
     now = git(template, "rev-parse", "HEAD").strip()
@@ -26,8 +27,9 @@ def older(repo: Path, tmp_path: Path) -> Path:
     (template / "{{cookiecutter.project_slug}}/slurm").unlink()
     answers = (template / "cookiecutter.json").read_text().replace('    "slurm",\n', "")
     (template / "cookiecutter.json").write_text(answers)
-    text = (template / GPT).read_text()
-    (template / GPT).write_text(text.replace(text.split("\n", 1)[0], '"""As the template had it before."""', 1))
+    for name in (ENGINE, MODEL, TASK):
+        text = (template / name).read_text()
+        (template / name).write_text(text.replace(text.split("\n", 1)[0], '"""As the template had it before."""', 1))
     (template / "configs/old.yaml").write_text("trainer:\n")
     module = template / "src/tasks/language/module.py"
     module.write_text("# Older.\n" + module.read_text())
@@ -61,10 +63,10 @@ def update(project: Path) -> str:
 
 def test_an_update_keeps_the_users_work(project: Path) -> None:
     """New folders arrive, deleted files go, edits of both sides merge, what the user deleted stays deleted."""
-    text = (project / GPT).read_text()
-    (project / GPT).write_text(text + "\n\nMINE = 1\n")
+    text = (project / ENGINE).read_text()
+    (project / ENGINE).write_text(text + "\n\nMINE = 1\n")
     update(project)
-    merged = (project / GPT).read_text()
+    merged = (project / ENGINE).read_text()
     assert merged.endswith("\n\nMINE = 1\n")
     assert "As the template had it before" not in merged
     assert "<<<<<<<" not in merged
@@ -80,14 +82,49 @@ def test_an_update_keeps_the_users_work(project: Path) -> None:
     assert "up to date" in run(tools() / "cruft", "check", "--checkout", "main", cwd=project).stdout
 
 
+def test_what_is_yours_is_left_alone(project: Path) -> None:
+    """Tasks and models get no later version of the template's examples, whether they were edited or not."""
+    (project / TASK).write_text((project / TASK).read_text() + "\n\nMINE = 1\n")
+    before = {name: (project / name).read_text() for name in (MODEL, TASK)}
+    assert all("As the template had it before" in text for text in before.values())
+    update(project)
+    assert {name: (project / name).read_text() for name in (MODEL, TASK)} == before
+    assert not list(project.rglob("*.rej"))
+
+
+def test_work_on_files_that_have_moved_goes_with_them(repo: Path, tmp_path: Path) -> None:
+    """Of a project from before src/engine/: an edited task, two edited files of the machinery, a deleted example.
+
+    An edit is found in the file's new place; where the template has changed the same line, git shows both.
+    """
+    made = cruft(repo, tmp_path / "out", {}, "--checkout", FIRST_SHIPPED)
+    git(made, "init", "--quiet")
+    commit(made, "From the template")
+    for name in ("src/tasks/language/module.py", "src/batching.py"):
+        (made / name).write_text((made / name).read_text() + "\n\nMINE = 1\n")
+    seeding = (made / "src/seeding.py").read_text()
+    (made / "src/seeding.py").write_text(seeding.replace('"""', '"""Mine. ', 1))
+    git(made, "rm", "--quiet", "-r", "src/tasks/vision", "configs/tasks/vision.yaml", "tests/tasks/vision")
+    update(made)
+    for name in ("src/tasks/language/module.py", "src/engine/data/loader.py"):
+        assert (made / name).read_text().endswith("\n\nMINE = 1\n"), name
+    moved = (made / "src/engine/data/seeding.py").read_text()
+    assert '"""Mine. ' in moved
+    assert not (made / "src/batching.py").exists()
+    assert not (made / "src/tasks/vision").exists()
+    if "<<<<<<< ours" in moved:  # what a user does with it
+        git(made, "checkout", "--ours", "--", "src/engine/data/seeding.py")
+    two_steps(made, tmp_path / "runs")
+
+
 def test_a_conflict_is_shown_and_nothing_is_lost(project: Path) -> None:
     """Where both changed one line, the user's line is still there and the template's is beside it."""
-    text = (project / GPT).read_text()
-    (project / GPT).write_text(text.replace("As the template had it before", "As I want it"))
+    text = (project / ENGINE).read_text()
+    (project / ENGINE).write_text(text.replace("As the template had it before", "As I want it"))
     update(project)
-    after = (project / GPT).read_text()
+    after = (project / ENGINE).read_text()
     assert "As I want it" in after
-    rejected = project / f"{GPT}.rej"
+    rejected = project / f"{ENGINE}.rej"
     assert "<<<<<<<" in after or rejected.exists()
     template = text.replace('"""As the template had it before."""', "")
     shown = after + (rejected.read_text() if rejected.exists() else "")
