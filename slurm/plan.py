@@ -17,11 +17,10 @@ from slurm.cluster import KEYS, ROOT, Cluster, load_cluster
 from slurm.cluster_file import read_value
 from slurm.describe import summary
 from slurm.errors import LaunchError
-from slurm.overrides import refuse_fresh, refuse_misplaced, refuse_secrets
 from slurm.record import refuse_other_points
 from slurm.render import CRASH_RETRIES, RESTARTS, SHORTEST, Job
 from slurm.shared_root import group_warning
-from slurm.training import Shape, Training, batch_text, choose_shape, given, read_training
+from slurm.training import Shape, Training, choose_shape, given, read_training, refuse_secrets
 
 CODE_IS_GONE = "the code of that submission is gone, {code}: submit the run anew with submit.py --name"
 
@@ -44,13 +43,10 @@ class Submission:
 def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequence[str]) -> Submission:
     """Read what has to be read and decide; write nothing."""
     cluster = _cluster(options)
-    refuse_misplaced(overrides)
-    refuse_secrets(overrides)
     if options.code and not options.code.is_dir():
         raise LaunchError(CODE_IS_GONE.format(code=options.code))
     configs = [_config(file, options.code) for file in options.config]
     training = read_training(configs, overrides)
-    refuse_fresh(overrides, training.settings)
     run_root = find_run_root(cluster)
     name = new_name(training.experiment) if options.name is None else options.name
     _check_name(name)
@@ -58,7 +54,6 @@ def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequenc
     warnings = [*cluster.warnings, *notes, *_doubts(training, cluster, run_root)]
     warnings += [] if options.trust_run_root else group_warning(run_root)
     points = _points(options, run_root, name)
-    _refuse_batches(training, shapes, points)
     plan = None if options.no_snapshot or options.code else _snapshot(options, configs, warnings)
     code = options.code or (run_root / ".snapshots" / plan.digest if plan else ROOT)
     inside = [_inside(config, plan, code) for config in configs]
@@ -111,14 +106,6 @@ def _jobs(
         )
         for index, shape in enumerate(shapes)
     ]
-
-
-def _refuse_batches(training: Training, shapes: Sequence[Shape], points: Sequence[grid.Point]) -> None:
-    """Refuse a point whose batch cannot be spread over the GPUs: it must not wait in the queue."""
-    for point in points:
-        of_point = dataclasses.replace(training, settings={**training.settings, **dict(point.settings)})
-        for shape in shapes:
-            batch_text(of_point, shape.world_size)
 
 
 def _doubts(training: Training, cluster: Cluster, run_root: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """What a job trains, read from the same YAML files as `src.cli` reads, without PyTorch: shape, batch, name."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,13 @@ from typing import Any
 from slurm.cluster import Cluster
 from slurm.errors import LaunchError
 
-SUBCOMMANDS = ("fit", "validate", "test", "predict")
+# Options of `src.cli` that cannot stand behind `--`, where the launcher does not act on them.
+REFUSED = {
+    "run": "--run belongs before `--`, as --name: the launcher has to know the run's folder",
+    "config": "--config belongs before `--`: submit.py takes the file along and reads nodes from it",
+    "fresh": "--fresh cannot be submitted, as each restart of the job would begin another run: leave it out, a "
+    "submission without --name is a run of its own",
+}
 
 
 @dataclass(frozen=True)
@@ -29,10 +36,10 @@ class Shape:
     @staticmethod
     def read(text: str) -> "Shape":
         """Read `4x1`: nodes × GPUs per node."""
-        parts = text.split("x")
-        if len(parts) != 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        match = re.fullmatch("([1-9][0-9]*)x([1-9][0-9]*)", text)
+        if not match:
             raise LaunchError(f"{text!r} is no shape; expected NODESxGPUS, such as 4x1 for four nodes of one GPU each")
-        return Shape(int(parts[0]), int(parts[1]))
+        return Shape(int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True)
@@ -53,26 +60,38 @@ class Training:
 
 def read_training(configs: Sequence[str], overrides: Sequence[str]) -> Training:
     """Read the configuration files of a training command."""
-    from src.engine.config import config_files, read_config, with_defaults
+    from src.engine.config import SUBCOMMANDS, config_files, read_config, with_defaults
     from src.engine.errors import UserError
 
+    for name in _options(overrides):
+        if name in REFUSED:
+            raise LaunchError(REFUSED[name])
     subcommand, rest = "fit", list(overrides)
     if rest and rest[0] in SUBCOMMANDS:
         subcommand = rest.pop(0)
     files = [part for config in configs for part in ("--config", config)]
+    settings: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     try:
         command = with_defaults([subcommand, *files, *rest])
-        layers = [read_config(file) for file in config_files(command)]
-        own = [read_config(file) for file in configs]
+        for file in config_files(command):
+            settings |= _dotted(read_config(file))
+        for file in configs:
+            own |= _dotted(read_config(file))
     except UserError as error:
         raise LaunchError(str(error)) from error
-    settings: dict[str, Any] = {}
-    for layer in layers:
-        settings |= _dotted(layer)
-    settings |= _options(command)
-    return Training(
-        subcommand, tuple(configs), tuple(rest), settings, {k: v for layer in own for k, v in _dotted(layer).items()}
-    )
+    return Training(subcommand, tuple(configs), tuple(rest), settings | _options(command), own)
+
+
+def refuse_secrets(arguments: Sequence[str]) -> None:
+    """Refuse what looks like a key, token or password, without repeating it: arguments stand in scripts and logs."""
+    from src.engine.secret import secret_option
+
+    if name := secret_option(arguments):
+        raise LaunchError(
+            f"{name} holds a key, token or password, which would stand in scripts and logs: let the environment hold "
+            "it (the job gets yours), or a line of `setup` that reads a file"
+        )
 
 
 def _dotted(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -87,11 +106,9 @@ def _options(command: Sequence[str]) -> dict[str, str]:
     """Return the values of `--name value` and `--name=value` by name; the last one counts."""
     found = {}
     for index, argument in enumerate(command):
-        if not argument.startswith("--"):
-            continue
-        name, equals, value = argument[2:].partition("=")
-        following = command[index + 1] if index + 1 < len(command) else ""
-        found[name] = value if equals else following
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            found[name] = value if equals else "".join(command[index + 1 : index + 2])
     return found
 
 
@@ -102,53 +119,34 @@ def given(training: Training, name: str) -> str | None:
 
 def choose_shape(training: Training, cluster: Cluster, nodes: int | None, gpus: int | None) -> tuple[Shape, list[str]]:
     """Return the shape, and notes: flags come before overrides and configs, these before the cluster's node."""
-    given = _options(training.overrides)
-    counts, notes = [], []
-    for flag, key, value in (("--nodes", "num_nodes", nodes), ("--gpus-per-node", "devices", gpus)):
-        name = f"trainer.{key}"
-        asked = given.get(name, training.own.get(name))
-        count = None if asked is None or str(asked) in ("auto", "-1") else _count(name, asked)
-        if value is not None and count is not None and value != count:
-            if name in given:
-                raise LaunchError(f"{flag} {value} contradicts --{name} {count} behind `--`: leave one of them out")
-            notes.append(f"{flag} {value} comes before {name}: {count} of {', '.join(training.configs)}")
-        counts.append(count if value is None else value)
-    # `--nodes N` alone takes each node whole, whatever a configuration for one node says of it.
-    whole = nodes is not None and gpus is None and "trainer.devices" not in given
-    asked_gpus = counts[1] if not whole or counts[1] is None else _whole(training, cluster, counts[1], nodes, notes)
-    shape = Shape(counts[0] or 1, asked_gpus or cluster.gpus_per_node)
+    asked_nodes = _asked(training, "trainer.num_nodes", nodes, "--nodes")
+    asked_gpus = _asked(training, "trainer.devices", gpus, "--gpus-per-node")
+    configured = Shape(asked_nodes or 1, asked_gpus or cluster.gpus_per_node)
+    if nodes and not gpus and nodes != configured.nodes and not given(training, "trainer.devices"):
+        gpus = cluster.gpus_per_node  # `--nodes N` alone takes each node whole
+    shape = Shape(nodes or configured.nodes, gpus or configured.gpus_per_node)
+    notes = []
+    if shape != configured and (asked_nodes or asked_gpus):
+        notes = [f"{shape} (nodes x GPUs of each) is used, not {configured} of {', '.join(training.configs)}"]
     if cluster.gpu_request and shape.gpus_per_node > cluster.gpus_per_node:
         raise LaunchError(
             f"{shape.gpus_per_node} GPUs per node: a node of cluster {cluster.name} has {cluster.gpus_per_node} "
-            f"(gpus_per_node of cluster {cluster.name}); use --nodes and --gpus-per-node, such as "
-            f"{_spread(shape.world_size, cluster.gpus_per_node)}"
+            "(gpus_per_node in its file); take more nodes with fewer GPUs of each: --nodes and --gpus-per-node"
         )
     return shape, notes
 
 
-def _whole(training: Training, cluster: Cluster, devices: int, nodes: int | None, notes: list[str]) -> int:
-    """Return the GPUs per node where only --nodes is given: a configuration for as many nodes means what it says."""
-    if training.own.get("trainer.num_nodes", 1) == nodes:
-        return devices
-    if devices != cluster.gpus_per_node:
-        notes.append(
-            f"--nodes {nodes} alone takes nodes whole, {cluster.gpus_per_node} GPUs each; --gpus-per-node {devices} "
-            f"would keep trainer.devices of {', '.join(training.configs)}"
-        )
-    return cluster.gpus_per_node
-
-
-def _count(name: str, value: Any) -> int:
-    text = str(value)
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise LaunchError(f"{name}: got {value!r}; a launched job needs a whole number from 1 up")
-    return int(text)
-
-
-def _spread(world_size: int, most: int) -> str:
-    """Return options for the same number of GPUs, over nodes that exist."""
-    per_node = next(count for count in range(min(most, world_size), 0, -1) if world_size % count == 0)
-    return f"--nodes {world_size // per_node} --gpus-per-node {per_node}"
+def _asked(training: Training, name: str, value: int | None, flag: str) -> int | None:
+    """Return what overrides or configs ask for; None where they leave it open."""
+    option = given(training, name)
+    asked = training.own.get(name) if option is None else option
+    if str(asked) in ("None", "auto", "-1"):
+        return None
+    if not re.fullmatch("[1-9][0-9]*", str(asked)):
+        raise LaunchError(f"{name}: got {asked!r}; a launched job needs a whole number from 1 up")
+    if option and value and value != int(option):
+        raise LaunchError(f"{flag} {value} contradicts --{name} {option} behind `--`: leave one of them out")
+    return int(str(asked))
 
 
 def batch_text(training: Training, world_size: int) -> str:
@@ -160,8 +158,8 @@ def batch_text(training: Training, world_size: int) -> str:
     from src.engine.resolve.batch import plan_batches
 
     def number(*names: str) -> int | None:
-        texts = [str(training.settings[name]) for name in names if training.settings.get(name) is not None]
-        return int(texts[0]) if texts and texts[0].isascii() and texts[0].isdigit() else None
+        values = [training.settings[name] for name in names if training.settings.get(name) is not None]
+        return int(values[0]) if values and str(values[0]).isdecimal() else None
 
     accumulation = number("trainer.accumulate_grad_batches")
     micro = number("micro_batch_size", "data.batch_size", "data.init_args.batch_size")
