@@ -31,7 +31,7 @@ def test_the_main_process_has_a_while_before_it_is_killed(
 def test_out_of_memory_stays_the_reason() -> None:
     """A main process that hangs where it cannot be told is left with the exit code of the rank that had no memory."""
     script = (
-        "import os, subprocess, sys, time; from src.strategies import launcher; launcher.GRACE = 0\n"
+        "import os, subprocess, sys, time; from src.engine.sharding import launcher; launcher.GRACE = 0\n"
         "child = subprocess.Popen([sys.executable, '-c', 'raise SystemExit(71)'])\n"
         "launcher.Observer(os.getpid(), [child], sleep_period=0).start(); time.sleep(1000)"
     )

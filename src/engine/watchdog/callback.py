@@ -51,10 +51,10 @@ class Watchdog(Callback):
     store. One looks at the clock, and asks the store only through `within`: it hangs as well while the process that
     serves it is stopped. On rank 0 of a training a third one writes the heartbeat.
 
-    The first rank whose limit has passed reads the signs of all ranks twice and reports: at fault are ranks whose sign
-    has not changed in between, else those that have come less far than the others. Each rank then writes its Python
-    stacks to `hang-rank<k>.txt` and, over NCCL, PyTorch's record of the last collectives. A checkpoint that is being
-    written behind training gets half a minute.
+    A rank whose limit has passed reads the signs of all ranks twice: at fault are ranks whose sign has not changed in
+    between, else those that have come less far than the others. One rank prints that. Each writes its Python stacks to
+    `hang-rank<k>.txt` and, over NCCL, PyTorch's record of the last collectives. A checkpoint that is being written
+    behind training gets half a minute; rank 0 then leaves, and the launcher ends the others.
 
     Time in which this process did not run at all does not count: a laptop that slept, a job that was suspended.
 
@@ -62,7 +62,7 @@ class Watchdog(Callback):
         limit: seconds without an event; None: nothing is ended
         folder: the run directory, for the dumps and the heartbeat; None: a temporary folder, and no heartbeat
         tell: called on rank 0 with the report's first line, for a record; may hang
-        again: the command that continues the run
+        resume_command: resumes the run
 
     """
 
@@ -71,9 +71,10 @@ class Watchdog(Callback):
         limit: float | None,
         folder: Path | None = None,
         tell: Callable[[str], object] | None = None,
-        again: str = "the same command",
+        resume_command: str = "the same command",
     ) -> None:
-        self.limit, self.folder, self.tell, self.again = limit, folder or Path(tempfile.mkdtemp()), tell, again
+        self.limit, self.folder, self.tell = limit, folder or Path(tempfile.mkdtemp()), tell
+        self.resume_command = resume_command
         self.pulse = PULSE if limit is None else min(PULSE, limit / 4)
         self.heartbeat = None if folder is None else Heartbeat(folder)
         self.event = Event("starting", time.monotonic(), 0)
@@ -126,7 +127,6 @@ class Watchdog(Callback):
         self.begin("setting up")
         self._trainer, self._main = trainer, threading.get_ident()
         self._ended = ended = threading.Event()
-        self._report: str | None = None
         self._rank_zero: Sign | None = None  # its newest sign: all that is known of it when it cannot serve the store
         self._peers: Peers | None = None  # None too where they cannot be reached any more
         rank, world_size = trainer.global_rank, trainer.world_size
@@ -176,12 +176,11 @@ class Watchdog(Callback):
         )
 
     def _publish(self, peers: Peers, ended: threading.Event) -> None:
-        """Give signs of life; note rank 0's, and whether another rank has reported a hang."""
+        """Give signs of life, and note rank 0's."""
         try:
             while not ended.is_set():
                 peers.publish(self._sign())
                 self._rank_zero = peers.latest(0) or self._rank_zero
-                self._report = peers.reported()
                 ended.wait(self.pulse if self._rank_zero else self.pulse / 20)
         except Exception:  # the process that serves the store has ended; the clock needs no store
             return
@@ -202,22 +201,19 @@ class Watchdog(Callback):
                 resumed = now
             seen = now
             if now - max(self.event.since, resumed) > limit:
-                self._end(self._diagnose(limit))
-            elif self._report is not None:
-                self._end(self._report)
+                self._end(*self._diagnose(limit))
 
     # --- the end ---
 
-    def _diagnose(self, limit: float) -> str:
-        """Return the report, the same on every rank that can be reached."""
-        peers = self._peers
+    def _diagnose(self, limit: float) -> tuple[str, bool]:
+        """Return the report as this rank sees it, and whether it is the rank that prints it."""
+        peers, mine = self._peers, self._sign()
         if peers is None:
-            return self._print(explain([self._sign()], [], limit))
-        if (text := within(8 * self.pulse + LAST_WORDS, lambda: self._common_report(peers, limit))) is not None:
-            return text
+            return explain([mine], [], limit), True
+        if (signs := within(4 * self.pulse + LAST_WORDS, lambda: self._compare_signs(peers))) is not None:
+            return explain(*signs, limit), within(LAST_WORDS, peers.claim_report) is not False
         # The store's server is stopped or gone: rank 0, unless torchrun serves it.
-        self._peers = None
-        mine, first = self._sign(), self._rank_zero
+        self._peers, first = None, self._rank_zero
         if mine.rank == 0 or first is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             known, silent = [mine], []
         else:
@@ -225,34 +221,23 @@ class Watchdog(Callback):
         text = explain(known, silent, limit)
         if len(known) < peers.world_size:
             text += "\n  of the other ranks nothing is known: the store of the process group does not answer"
-        return self._print(text)
+        return text, True
 
-    def _common_report(self, peers: Peers, limit: float) -> str | None:
-        """Return the one report, made by the first rank that comes here; None if that rank did not get to it."""
-        if not peers.claim_report():
-            # `_publish` reads it; to wait in the store would keep this rank from giving signs of life.
-            patience = time.monotonic() + 6 * self.pulse + LAST_WORDS
-            while self._report is None and time.monotonic() < patience:
-                time.sleep(self.pulse / 5)
-            return self._report
+    def _compare_signs(self, peers: Peers) -> tuple[list[Sign | None], list[int]]:
+        """Return every rank's newest sign, and the ranks that have given no new one for a while."""
         before = peers.latest_of_all()
         time.sleep(2.5 * self.pulse)
         after = peers.latest_of_all()
-        silent = [new.rank for old, new in zip(before, after, strict=True) if new and old == new]
-        text = self._print(explain(after, silent, limit))
-        peers.report(text)
-        return text
+        return after, [new.rank for old, new in zip(before, after, strict=True) if new and old == new]
 
-    def _print(self, text: str) -> str:
-        text += f"\n  {dumps(self.folder)}; continue with: {self.again}"
-        within(LAST_WORDS, lambda: print(text, file=sys.stderr, flush=True))  # who reads it may hang as well
-        return text
-
-    def _end(self, report: str) -> None:
+    def _end(self, report: str, prints: bool) -> None:
         """Write down where this rank is, and leave without waiting for anything that may hang."""
-        trainer, peers, tell = self._trainer, self._peers, self.tell
+        trainer, tell = self._trainer, self.tell
         rank = trainer.global_rank
-        within(LAST_WORDS, lambda: dump_stacks(self.folder, rank, report))
+        text = f"{report}\n  {dumps(self.folder)}; continue with: {self.resume_command}"
+        if prints:
+            within(LAST_WORDS, lambda: print(text, file=sys.stderr, flush=True))  # who reads it may hang as well
+        within(LAST_WORDS, lambda: dump_stacks(self.folder, rank, text))
         within(LAST_WORDS, lambda: dump_collectives(self.folder, rank))
         if rank == 0 and tell is not None:
             within(LAST_WORDS, lambda: tell(report.partition("\n")[0].removeprefix("error: ")))
@@ -260,14 +245,9 @@ class Watchdog(Callback):
             within(LAST_SAVE, trainer.strategy.checkpoint_io.wait)
         for child in multiprocessing.active_children():  # a loader's worker that hangs would not see that we are gone
             child.kill()
-        # A launcher ends all ranks when one leaves: each first writes its stacks, and rank 0 its checkpoint.
-        if trainer.world_size > 1 and (rank == 0 or peers is None):
-            time.sleep(2 * self.pulse)
-        if peers is not None and rank == 0:
-            within(LAST_WORDS, peers.leave)
-        elif peers is not None:
-            patience = LAST_SAVE + 4 * LAST_WORDS
-            within(patience, lambda: peers.wait_for_rank_zero(patience))
+        # A launcher ends all ranks when one leaves: the others have written their stacks, and rank 0 its checkpoint.
+        if trainer.world_size > 1:
+            time.sleep(2 * self.pulse if rank == 0 or self._peers is None else LAST_SAVE + LAST_WORDS)
         kill = getattr(trainer.strategy.launcher, "kill", None)
         if kill is not None:
             kill(signal.SIGKILL)  # the ranks that this process has started

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ Answer = TypeVar("Answer")
 
 
 class Peers:
-    """The signs of all ranks, and the one report of a hang, in a store that one process serves.
+    """The signs of all ranks, and who reports a hang, in a store that one process serves.
 
     Every method blocks while that process is stopped, whatever timeout the store has (torch 2.13): call it through
     `within` where that must not hold up the caller.
@@ -41,24 +40,8 @@ class Peers:
         return [self.latest(rank) for rank in range(self.world_size)]
 
     def claim_report(self) -> bool:
-        """Return whether this rank is the one that reports the hang: the first to ask."""
+        """Return whether this rank is the one that prints the report: the first to ask."""
         return self._store.compare_set("reporter", "", str(self.rank)).decode() == str(self.rank)
-
-    def report(self, text: str) -> None:
-        """Have every rank end, with this text."""
-        self._store.set("report", text)
-
-    def reported(self) -> str | None:
-        """Return the report, or None while there is none."""
-        return self._store.get("report").decode() if self._store.check(["report"]) else None
-
-    def leave(self) -> None:
-        """Allow the other ranks to leave. For rank 0."""
-        self._store.set("leave", "")
-
-    def wait_for_rank_zero(self, seconds: float) -> None:
-        """Return when rank 0 leaves; raise if it does not within so many seconds, or is gone."""
-        self._store.wait(["leave"], timedelta(seconds=seconds))
 
 
 def within(seconds: float, act: Callable[[], Answer]) -> Answer | None:

@@ -114,8 +114,8 @@ def test_time_in_which_the_process_did_not_run_does_not_count(monkeypatch: pytes
     now, ended = [0.0], threading.Event()
     monkeypatch.setattr("src.engine.watchdog.callback.time", SimpleNamespace(monotonic=lambda: now[0]))
     watchdog = Watchdog(1)
-    monkeypatch.setattr(watchdog, "_diagnose", lambda limit: "")
-    monkeypatch.setattr(watchdog, "_end", lambda report: ended.set())
+    monkeypatch.setattr(watchdog, "_diagnose", lambda limit: ("", True))
+    monkeypatch.setattr(watchdog, "_end", lambda report, prints: ended.set())
     trainer: Any = SimpleNamespace(global_rank=0, world_size=1)
     watchdog.setup(trainer, Line(), "fit")
     try:
