@@ -1,29 +1,29 @@
-"""How a cluster file is written: YAML in, values of the declared kinds out, or one line that says what is allowed.
+"""What a cluster file may say, and how: YAML in, values out, or one line that says what is allowed."""
 
-A kind is what a field is annotated with: a Form (a pattern, and what makes a value of the text), a choice of words, a
-list of one of these, or a table.
-"""
-
-import dataclasses
 import difflib
+import os
 import re
-import reprlib
 import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 
-from slurm import times
+from slurm import nccl, times
 from slurm.errors import LaunchError
 
+PROJECT = "project.yaml"
 NULL = ("null", "~")  # how YAML spells "no value"
-SHORT = reprlib.Repr()
-SHORT.maxstring = 60
+MEMORY = ("mem", "mem_per_cpu", "mem_per_gpu")
+NEEDS = {
+    "account": "sacctmgr show assoc user=$USER lists yours",
+    "partition": "sinfo -s lists them",
+}
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,100 @@ class Form:
     read: Callable[[str], Any] = str
 
 
-def _command(text: str) -> str:
-    shlex.split(text)  # a ValueError where a quote is not closed
-    return text
-
-
-def _capability(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split("."))
-
-
+Accelerator = Annotated[str, Form("gpu|cpu", "gpu or cpu")]
+GpuRequest = Annotated[str, Form("gpus-per-node|gres", "gpus-per-node or gres")]
+Need = Annotated[str, Form("account|partition", "account or partition")]
 Line = Annotated[str, Form(".+", "one line of text")]
 Word = Annotated[str, Form(r"\S+", "one word without spaces")]
-Command = Annotated[str, Form(".+", "a command in front of python, such as apptainer exec --nv image.sif", _command)]
+Command = Annotated[list[str], Form(".+", "a command, such as apptainer exec --nv image.sif", shlex.split)]
 # Slurm takes a bare number for megabytes, and nobody who writes `64` means those.
-Memory = Annotated[str, Form("[1-9][0-9]*[KMGT]", "a size with its unit, such as 64G (K, M, G or T)")]
-NodeMemory = Annotated[str, Form("0|[1-9][0-9]*[KMGT]", "a size with its unit, such as 64G, or 0 for the whole node")]
+Memory = Annotated[str, Form("0|[1-9][0-9]*[KMGT]", "a size with its unit, such as 64G, or 0 for the whole node")]
 # A relative path would mean another folder in a job.
 Absolute = Annotated[str, Form("[/~$].*", "an absolute path (~ and $VARIABLES may be in it)")]
 Option = Annotated[str, Form(r"--[a-z][a-z-]+(=\S.*)?", "an option of sbatch, --name=value or --name")]
-Count = Annotated[int, Form("[1-9][0-9]{0,5}", "a whole number from 1 up", int)]
+Count = Annotated[int, Form("[1-9][0-9]*", "a whole number from 1 up", int)]
 Price = Annotated[float, Form("[0-9]+([.][0-9]+)?", "a number from 0 up", float)]
-Capability = Annotated[tuple[int, ...], Form("[0-9]{1,2}[.][0-9]", "a compute capability such as 8.0", _capability)]
+Capability = Annotated[str, Form("[0-9]+[.][0-9]", "a compute capability such as 8.0")]
 Limit = Annotated[timedelta, Form(".+", times.FORMS, times.time_limit)]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a card holds and computes; precision is chosen by its capability."""
+
+    memory_gib: Count
+    capability: Capability
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A site. Each field but the last two is a key of its file, written as its type says; None leaves it to Slurm."""
+
+    accelerator: Accelerator  # what the Trainer computes on
+    gpu_request: GpuRequest | None = None  # None: asks for no GPUs
+    gpu_type: Word | None = None  # Slurm's name for the card, as in gres=gpu:volta:2; None: any
+    gpu: Word | None = None  # the card, an entry of `gpus`
+    gpus_per_node: Count  # what --nodes alone takes of each; on a CPU, processes
+    cpus_per_gpu: Count  # with one process per GPU this is --cpus-per-task
+    mem: Memory | None = None  # main memory per node; "0" is all of it
+    mem_per_cpu: Memory | None = None
+    mem_per_gpu: Memory | None = None
+    time: Limit
+    needs: tuple[Need, ...] = ()  # what sbatch may refuse to go without
+    account: Word | None = None
+    partition: Word | None = None
+    qos: Word | None = None
+    constraint: Word | None = None
+    reservation: Word | None = None
+    exclude: Word | None = None  # nodes, as in n[01-03],n07
+    mail: Word | None = None  # where Slurm writes when a job ends or fails
+    container: Command | None = None  # in front of python: apptainer exec --nv /path/image.sif
+    sbatch: tuple[Option, ...] = ()  # what has no key here: --wckey=x, --exclusive
+    scratch: Absolute | None = None  # a folder that all nodes share
+    setup: tuple[Line, ...] = ()  # run before training: module load, source, export
+    cost_per_gpu_hour: Price | None = None  # in whatever the site bills
+    gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    nccl: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # nvlink, infiniband -> environment
+    name: str = ""
+    files: tuple[str, ...] = ()  # what was read, the file that counts most last
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line for each of NCCL's variables that does nothing or harms."""
+        return [
+            f"{self.files[-1]}: nccl.{section}.{name}: {value}: {warning}"
+            for section, variables in self.nccl.items()
+            for name, value in variables.items()
+            for warning in nccl.warnings(name, value)
+        ]
+
+    def missing(self) -> str | None:
+        """Return one line on the account or partition that this site needs and nobody has set."""
+        keys = [key for key in self.needs if getattr(self, key) is None]
+        if not keys:
+            return None
+        hints = "; ".join(NEEDS[key] for key in keys)
+        lines = " and ".join(f"{key}:" for key in keys)
+        return (
+            f"cluster {self.name} needs {' and '.join(keys)}: set {lines} in {PROJECT} (with cluster: {self.name}) or "
+            f"in {self.files[-1]} ({hints})"
+        )
+
+    def scratch_folder(self) -> Path | None:
+        """Return `scratch` with ~ and variables filled in, as they are for the user who submits."""
+        if self.scratch is None:
+            return None
+        folder = os.path.expanduser(os.path.expandvars(self.scratch))
+        if "$" in folder or not os.path.isabs(folder):
+            raise LaunchError(f"cluster {self.name}: scratch: {self.scratch!r} names something not set here")
+        return Path(folder)
+
+
+KEYS = typing.get_type_hints(Cluster, include_extras=True)
+for not_a_key in ("gpus", "nccl", "name", "files"):
+    del KEYS[not_a_key]
+KEYS |= {f"gpus.*.{name}": kind for name, kind in typing.get_type_hints(Gpu, include_extras=True).items()}
+KEYS |= {f"nccl.{section}.*": Line for section in nccl.SECTIONS}
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
@@ -65,61 +137,40 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-class _TextLoader(yaml.BaseLoader):
-    """Keep every value as it was typed, as YAML 1.1 takes `2:59:00` for 10740; refuse a key that stands twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [name for index, name in enumerate(names) if name in names[:index]]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
+def flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested tables by dotted name."""
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        found |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return found
 
 
 def read_file(root: Path, file: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of one file, whose keys are those of `kinds`; a key that is null is None."""
+    """Return the values of one file by dotted name; those set to null are None, those left empty are absent.
+
+    `kinds` has each key's annotation, an optional Form or a tuple of one; a `*` in a key stands for any name.
+    """
+    from src.engine.config import read_config
+    from src.engine.errors import UserError
+
     try:
-        content = yaml.load((root / file).read_text(encoding="utf-8-sig"), _TextLoader)  # noqa: S506 it makes only text
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise LaunchError(f"{file}{f', line {mark.line + 1}' if mark else ''}: cannot be read: {reason}") from error
-    return _read_table(content, kinds, file)
-
-
-def _read_table(node: object, kinds: Mapping[str, Any], file: str, above: str = "") -> dict[str, Any]:
-    """Return the values of a table, whose keys' full names begin with `above`."""
-    if node in (None, "", *NULL):
-        return {}
-    if not isinstance(node, dict):
-        place = f"{file}: {above.rstrip('.')}".removesuffix(": ")
-        raise LaunchError(f"{place}: got {SHORT.repr(node)}; expected `key: value` lines")
+        # Keep values as they were typed: to YAML 1.1, 2:59:00 is the number 10740.
+        content = read_config(str(root / file), file, yaml.BaseLoader)
+    except UserError as error:
+        raise LaunchError(str(error)) from error
     values: dict[str, Any] = {}
-    for name, value in node.items():
-        full = f"{above}{name}"
-        kind = kinds.get(name, kinds.get("*"))
-        if kind is None or not name.isprintable():
-            near = nearest(full, [f"{above}{known}" for known in kinds])
-            raise LaunchError(f"{file}: unknown key {full!r}{near}; the keys here are {', '.join(kinds)}")
-        if value in NULL:
-            values[name] = None
-        elif inner := inner_kinds(kind):
-            values[name] = _read_table(value, inner, file, f"{full}.")
-        elif value != "":  # else it is as if the key were not there
-            try:
-                values[name] = read_value(value, kind)
-            except ValueError as error:
-                raise LaunchError(f"{file}: {full}: {error}") from None
+    for key, value in flatten(content).items():
+        if value == "":
+            continue
+        kind = next((kinds[known] for known in kinds if fnmatchcase(key, known)), None)
+        if kind is None:
+            raise LaunchError(f"{file}: unknown key {key!r}{nearest(key, kinds)}; the keys here are {', '.join(kinds)}")
+        try:
+            values[key] = None if value in NULL else read_value(value, kind)
+        except ValueError as error:
+            raise LaunchError(f"{file}: {key}: {error}") from None
     return values
-
-
-def inner_kinds(kind: Any) -> dict[str, Any]:
-    """Return the keys that a table of this kind may have, "*" for any name; none where the kind is no table."""
-    if dataclasses.is_dataclass(kind):
-        return typing.get_type_hints(kind, include_extras=True)
-    if typing.get_origin(kind) is Mapping:
-        names, inner = typing.get_args(kind)
-        return dict.fromkeys(typing.get_args(names) or ["*"], inner)
-    return {}
 
 
 def read_value(value: object, kind: Any) -> Any:
@@ -130,15 +181,14 @@ def read_value(value: object, kind: Any) -> Any:
         kind = typing.get_args(kind)[0]
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list):
-            raise ValueError(f"got {SHORT.repr(value)}; expected a list")
+            raise ValueError(f"got {value!r:.60}; expected a list")
         return tuple(read_value(item, typing.get_args(kind)[0]) for item in value)
     if isinstance(value, str) and SECRET.search(value):  # it would stand in scripts and logs; nor is it repeated here
         raise ValueError(
             "a key, token or password in clear; keep it in a file that only you can read, and let a line of `setup` "
             "read that: export MY_TOKEN=$(cat ~/.my_token)"
         )
-    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-    form = Form("|".join(choices), " or ".join(choices)) if choices else typing.get_args(kind)[1]
+    form: Form = typing.get_args(kind)[1]
     if not isinstance(value, str) or not value.isprintable() or not re.fullmatch(form.pattern, value.strip()):
-        raise ValueError(f"got {SHORT.repr(value)}; expected {form.words}")
+        raise ValueError(f"got {value!r:.60}; expected {form.words}")
     return form.read(value.strip())

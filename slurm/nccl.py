@@ -6,7 +6,7 @@ checked against the sources of NCCL 2.30 and the headers of PyTorch 2.13; a newe
 """
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SECTIONS = {"nvlink": "one node", "infiniband": "several nodes"}
 NAME = re.compile("(TORCH_)?NCCL_[A-Z0-9_]+")
@@ -14,11 +14,9 @@ NAME = re.compile("(TORCH_)?NCCL_[A-Z0-9_]+")
 # interface has to be named wherever NCCL's is.
 OTHERS = ("FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "UCX_TLS", "UCX_NET_DEVICES", "GLOO_SOCKET_IFNAME")
 BETWEEN_NODES = re.compile("(NCCL_IB|NCCL_NET|NCCL_COLLNET|UCX|FI)(_.*)?|NCCL_CROSS_NIC")
-INSIDE_A_NODE = re.compile("NCCL_(P2P|SHM|NVLS|NVB)_.*")
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A setting to warn about: variables and values (both whole, case ignored in values) and what to do instead."""
 
     names: str
@@ -38,30 +36,13 @@ RULES = (
         ".*",
         "NCCL no longer reads it; leave it out",
     ),
-    Rule("NCCL_IB_DISABLE|NCCL_SHM_DISABLE|NCCL_P2P_DISABLE", "0", "this is the default; leave it out"),
-    Rule("NCCL_CROSS_NIC|NCCL_NVLS_ENABLE", "2", "this is the default; leave it out"),
-    Rule("NCCL_IB_TIMEOUT", "20", "this is the default; leave it out"),
-    Rule("NCCL_IB_RETRY_CNT", "7", "this is the default; leave it out"),
     Rule("NCCL_IB_DISABLE", "1", "nodes then talk over TCP, which is very slow; only for finding a fault"),
-    Rule(
-        "NCCL_P2P_DISABLE|NCCL_SHM_DISABLE",
-        "1",
-        "GPUs of a node then talk through a slower path; only for finding a fault",
-    ),
+    Rule("NCCL_(P2P|SHM)_DISABLE", "1", "GPUs of a node then talk through a slower path; only for finding a fault"),
     Rule(
         "NCCL_NET_GDR_LEVEL|NCCL_P2P_LEVEL",
-        "[0-9]+",
-        "numbers are the old form; leave it out, or write a name: LOC, PIX, PXB, PHB or SYS",
-    ),
-    Rule(
-        "NCCL_NET_GDR_LEVEL|NCCL_P2P_LEVEL",
-        f"(?![0-9])(?!(?-i:{_LEVELS})$).*",
-        "NCCL ignores it without a word; leave it out, or write LOC, PIX, PXB, PHB or SYS in capitals",
-    ),
-    Rule(
-        "NCCL_P2P_LEVEL",
-        "(?-i:NVL)",
-        "is chosen by itself where there is NVLink, and cuts GPUs on PCIe off from each other; leave it out",
+        f"(?!(?-i:{_LEVELS})$).*",
+        "NCCL ignores other words without a message, and numbers are the old form; leave it out, or write LOC, PIX, "
+        "PXB, PHB or SYS in capitals",
     ),
     Rule(
         "NCCL_NVLS_ENABLE",
@@ -85,7 +66,7 @@ RULES = (
         "all processes would write over each other; put %h (host) and %p (process) into the name",
     ),
     Rule(
-        "NCCL_ASYNC_ERROR_HANDLING|NCCL_BLOCKING_WAIT|NCCL_DESYNC_DEBUG",
+        "NCCL_(ASYNC_ERROR_HANDLING|BLOCKING_WAIT|DESYNC_DEBUG)",
         ".*",
         "has been renamed: TORCH_{name}; the default is good, leave it out",
     ),
@@ -93,11 +74,6 @@ RULES = (
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "0|1",
         "0 lets a failed collective hang, 1 can hang while cleaning up; leave it out: 3, the default, ends the process",
-    ),
-    Rule(
-        "TORCH_NCCL_TRACE_BUFFER_SIZE",
-        ".*",
-        "is the old name of TORCH_FR_BUFFER_SIZE; on by default (2000), leave it out",
     ),
 )
 
@@ -111,13 +87,10 @@ def refusal(section: str, name: str) -> str | None:
     return None
 
 
-def warnings(section: str, name: str, value: str) -> list[str]:
+def warnings(name: str, value: str) -> list[str]:
     """Return warnings about this setting, one line each; [] where it is fine."""
-    found = [
+    return [
         rule.advice.format(name=name)
         for rule in RULES
         if re.fullmatch(rule.names, name) and re.fullmatch(rule.values, value, re.IGNORECASE)
     ]
-    if section == "infiniband" and INSIDE_A_NODE.fullmatch(name):
-        found.append("is about links inside a node; move it to nccl.nvlink unless jobs here use several GPUs per node")
-    return found

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm import grid, race, snapshot, times
-from slurm.cluster import KEYS, ROOT, Cluster, load_cluster
-from slurm.cluster_file import read_value
+from slurm.cluster import ROOT, load_cluster
+from slurm.cluster_file import KEYS, Cluster, read_value
 from slurm.describe import summary
 from slurm.errors import LaunchError
 from slurm.record import refuse_other_points

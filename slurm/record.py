@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm import race, sbatch, snapshot
-from slurm.cluster import Cluster
+from slurm.cluster_file import Cluster
 from slurm.errors import LaunchError
 from slurm.render import Job, plain_command
 from slurm.shared_root import make_folder, refuse_shared
@@ -128,7 +128,7 @@ def _check(job: Job) -> None:
 def _card(cluster: Cluster) -> str:
     """Return the cluster's card as src.check reads it; cpu also where the file says nothing of the card."""
     card = cluster.gpus.get(cluster.gpu or "") if cluster.accelerator == "gpu" else None
-    return f"{cluster.gpu}:{'.'.join(map(str, card.capability))}" if card else "cpu"
+    return f"{cluster.gpu}:{card.capability}" if card else "cpu"
 
 
 def _refuse_second(job: Job) -> None:

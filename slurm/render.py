@@ -15,7 +15,7 @@ from typing import Any
 from submitit.slurm.slurm import _make_sbatch_string
 
 from slurm import times
-from slurm.cluster import Cluster
+from slurm.cluster_file import Cluster
 from slurm.errors import LaunchError
 from slurm.training import Shape
 
@@ -170,7 +170,7 @@ def script(job: Job) -> str:
         "output": quoted(str(job.folder / f"{job.log_name}_%t_log.out")),
         "cpus": str(job.cluster.cpus_per_gpu),  # Slurm 22.05 to 23.02 does not hand sbatch's down to srun
         "wait": str(WAIT_SECONDS),
-        "program": f"{shlex.join(shlex.split(job.cluster.container))} python" if job.cluster.container else '"$python"',
+        "program": f"{shlex.join(job.cluster.container)} python" if job.cluster.container else '"$python"',
         "logs": quoted(str(job.folder)),
         "bad_input": str(exit_codes.BAD_INPUT),
         "stopped": str(exit_codes.STOPPED),

@@ -25,7 +25,7 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
     streams.outlast_readers()
 
 from slurm import sbatch
-from slurm.cluster import KEYS
+from slurm.cluster_file import KEYS
 from slurm.describe import show
 from slurm.errors import LaunchError, Parser
 from slurm.plan import Submission, prepare

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm.cluster import Cluster
+from slurm.cluster_file import Cluster, flatten
 from slurm.errors import LaunchError
 
 # Options of `src.cli` that cannot stand behind `--`, where the launcher does not act on them.
@@ -75,9 +75,9 @@ def read_training(configs: Sequence[str], overrides: Sequence[str]) -> Training:
     try:
         command = with_defaults([subcommand, *files, *rest])
         for file in config_files(command):
-            settings |= _dotted(read_config(file))
+            settings |= flatten(read_config(file))
         for file in configs:
-            own |= _dotted(read_config(file))
+            own |= flatten(read_config(file))
     except UserError as error:
         raise LaunchError(str(error)) from error
     return Training(subcommand, tuple(configs), tuple(rest), settings | _options(command), own)
@@ -92,14 +92,6 @@ def refuse_secrets(arguments: Sequence[str]) -> None:
             f"{name} holds a key, token or password, which would stand in scripts and logs: let the environment hold "
             "it (the job gets yours), or a line of `setup` that reads a file"
         )
-
-
-def _dotted(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in node.items():
-        name = f"{prefix}{key}"
-        found |= _dotted(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found
 
 
 def _options(command: Sequence[str]) -> dict[str, str]:

