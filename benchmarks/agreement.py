@@ -1,4 +1,4 @@
-"""What it costs that the ranks ask each other about signals and rank 0's clock, once in AGREE_SECONDS.
+"""Measure what it costs that the ranks ask each other about signals and rank 0's clock, once in AGREE_SECONDS.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/agreement.py
 
@@ -36,10 +36,10 @@ class Module(LightningModule):
         super().__init__()
         self.model = GPT(256, 128, 4, 4, CONTEXT)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: D102
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.model.loss(self.model.features(batch[:, :-1]), batch[:, 1:])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:  # noqa: D102
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-4, fused=True)
 
 
@@ -50,11 +50,11 @@ class Clock(Callback):
         self.schedule = Schedule(CheckpointSettings(every_n_steps=10**9, every_n_minutes=None))
         self.blocks: list[float] = []
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.schedule.begin(trainer)
         self.began = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         if trainer.global_step // BLOCK % 2:
             self.schedule.ask(trainer, self.schedule._pace, trainer.global_step)
         if trainer.global_step % BLOCK == 0:
@@ -64,7 +64,7 @@ class Clock(Callback):
 
 
 def main() -> None:
-    """One training."""
+    """Train once."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     clock, world = Clock(), int(os.environ["WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""A step's Python: what the command takes for one beside a bare loop, where the model's own work is next to nothing.
+"""Measure a step's Python: what the command takes for one beside a bare loop, where the model's own work is small.
 
     python benchmarks/host.py
     python benchmarks/host.py --only fsdp_full_shard --rounds 5
@@ -39,20 +39,20 @@ class Deep(LightningModule):
         super().__init__()
         self.model = GPT(256, 16, 24, 2, CONTEXT)
 
-    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:  # noqa: D102
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         tokens = batch[0].long()
         return self.model.loss(self.model.features(tokens[:, :-1]), tokens[:, 1:])
 
     forward = training_step  # for the bare loop
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:  # noqa: D102
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=True)
 
 
 class Bytes(LightningDataModule):
     """Rows of random bytes."""
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:  # noqa: D102
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(TensorDataset(torch.randint(0, 256, (STEPS, CONTEXT + 1), dtype=torch.uint8)))
 
 

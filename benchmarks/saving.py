@@ -1,4 +1,4 @@
-"""How long training stands still for a save: behind training (asynchronous) against in front of it.
+"""Measure how long training stands still for a save: behind training (asynchronous) against in front of it.
 
     python benchmarks/saving.py --sizes 124M 1.3B
 
@@ -50,17 +50,17 @@ class Module(LightningModule):
         super().__init__()
         self.model = GPT(50304, width, depth, heads, CONTEXT)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: D102
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.model.loss(self.model.features(batch[:, :-1]), batch[:, 1:])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:  # noqa: D102
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-4, fused=True)
 
 
 class Saver(SaveNewest):
     """Saves at its steps and not at the end."""
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.strategy.checkpoint_io.wait()
 
 
@@ -70,7 +70,7 @@ class Clock(Callback):
     def __init__(self, files: WholeFiles) -> None:
         self.files, self.seconds, self.busy = files, [], []
 
-    def on_train_batch_end(self, *args: object) -> None:  # noqa: D102
+    def on_train_batch_end(self, *args: object) -> None:
         torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds.append(now)
@@ -79,7 +79,7 @@ class Clock(Callback):
 
 
 def measure(size: str, asynchronous: bool) -> dict[str, object]:
-    """One training; seconds."""
+    """Train once; return seconds."""
     width, depth, heads, samples, every = SIZES[size]
     every = every if asynchronous else 30
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ class Step(torch.nn.Module):
 
 
 def bare(shape: str, mode: str, pretended: int | None) -> None:
-    """One rank of the bare loop; prints what it measured."""
+    """Run one rank of the bare loop; print what it measured."""
     sys.path.insert(0, str(ROOT))
     from src.models.gpt import GPT
 
@@ -125,7 +125,7 @@ def _distribute(step: torch.nn.Module, model: torch.nn.Module, mode: str) -> tor
 
 
 def command(shape: str, gpus: int, options: list[str], samples: int | None = None) -> dict[str, Any]:
-    """The same through `python -m src.cli fit`, as a user runs it: medians of the logged intervals after the warm-up.
+    """Measure the same through `python -m src.cli fit`, as a user runs it: medians of logged intervals after warm-up.
 
     `samples` is the global batch, where it is not one pass of every GPU.
     """
@@ -165,7 +165,7 @@ def command(shape: str, gpus: int, options: list[str], samples: int | None = Non
 
 
 def run_bare(shape: str, gpus: int, mode: str, pretended: int | None = None) -> dict[str, Any]:
-    """The bare loop in processes of its own."""
+    """Run the bare loop in processes of its own."""
     alone = gpus == 1 and mode == "ddp"  # without a process group, as the command
     launcher = [] if alone else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     loop = [sys.executable, *launcher, __file__, "--shape", shape, "--bare", mode]
@@ -175,7 +175,7 @@ def run_bare(shape: str, gpus: int, mode: str, pretended: int | None = None) -> 
 
 
 def compare(shape: str, gpus: int, names: list[str], rounds: int) -> None:
-    """A row for each strategy and round: the command, the bare loop, their ratio."""
+    """Print a row for each strategy and round: the command, the bare loop, their ratio."""
     print("strategy | tokens/s per GPU | MFU | peak GiB | bare loop | its GiB | its lag, ms | ratio", flush=True)
     for name in names * rounds:  # so that a machine's slow minutes do not all meet one strategy
         ours = command(shape, gpus, OURS[name])
@@ -191,7 +191,7 @@ def compare(shape: str, gpus: int, names: list[str], rounds: int) -> None:
 
 
 def recipe(shape: str, gpus: int) -> None:
-    """The usual GPT-2 recipe, half a million tokens a step by accumulation: all GPUs against one."""
+    """Train the usual GPT-2 recipe, half a million tokens a step by accumulation: all GPUs against one."""
     samples = 2**19 // CONTEXT
     one, many = (command(shape, count, OURS["ddp"], samples) for count in (1, gpus))
     if error := one.get("error") or many.get("error"):

@@ -23,14 +23,14 @@ LEFTOVERS = (
 
 
 def template() -> Path | None:
-    """The template's root; None under cruft, which does not tell."""
+    """Return the template's root; None under cruft, which does not tell."""
     # Without a scheme a path is relative to where the command was typed, and this runs elsewhere.
     told = os.path.join(os.environ.get("PWD", ""), ANSWERS.get("_repo_dir", "?"))
     return Path(told) if os.path.isfile(os.path.join(told, "cookiecutter.json")) else None
 
 
 def copied(project: Path) -> dict[str, Path]:
-    """What comes from links: its name at the template's root and where it lies here."""
+    """Return what comes from links: its name at the template's root and where it lies here."""
     # In the template .gitignore has another name, or git would heed it there, and refuses to: it is a link.
     names = [re.sub(r"^\W+cookiecutter.__dot\W+", ".", name) for name in ANSWERS["_copy_without_render"]]
     return {name: project / name for name in names if not name.endswith("_cache")}
@@ -55,7 +55,7 @@ def restore_links(project: Path) -> None:
 
 
 def tidy(project: Path) -> None:
-    """A template that is used from a working tree brings along what lies in it."""
+    """Remove what a template that is used from a working tree brings along."""
     for folder in (project, *(item for item in copied(project).values() if item.is_dir())):
         for pattern in LEFTOVERS:
             for path in list(folder.glob(pattern) if folder == project else folder.rglob(pattern)):
@@ -63,7 +63,7 @@ def tidy(project: Path) -> None:
 
 
 def complaint(project: Path) -> str | None:
-    """What of the answers cannot work with the files that have come."""
+    """Return which answer cannot work with the files that have come."""
     for key, folder in (("task", "configs/tasks"), ("cluster", "configs/clusters")):
         names = sorted(path.stem for path in (project / folder).glob("*.yaml"))
         if ANSWERS[key] not in names:
@@ -77,7 +77,7 @@ def complaint(project: Path) -> str | None:
 
 
 def distribution(name: str) -> str:
-    """A distribution's name as pip compares it (PEP 503)."""
+    """Return a distribution's name as pip compares it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -104,7 +104,7 @@ def name_project(project: Path) -> None:
 
 
 def next_steps(project: Path) -> None:
-    """What to type now; silent in the folders that cruft compares."""
+    """Print what to type now; nothing in the folders that cruft compares."""
     under_cruft = "_repo_dir" not in ANSWERS
     if under_cruft and Path(tempfile.gettempdir()).resolve() in project.parents:
         return

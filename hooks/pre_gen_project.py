@@ -16,7 +16,7 @@ NO_NAMES = ("true", "false", "yes", "no", "on", "off", "null", "~")
 
 
 def complaint(answers: dict[str, str]) -> str | None:
-    """What is wrong with the answers: what was got, what is allowed."""
+    """Return what is wrong with the answers: what was got, what is allowed."""
     slug = answers["project_slug"]
     for key in ("project_name", "description", "author"):
         # Cc: control characters, Zl and Zp: line and paragraph separators, Cs: half a character

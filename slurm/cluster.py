@@ -1,4 +1,4 @@
-"""One Slurm site, read from configs/clusters/<name>.yaml, with project.yaml and your own mine.yaml laid over it.
+"""Read a Slurm site from configs/clusters/<name>.yaml, with project.yaml and your own mine.yaml laid over it.
 
     python slurm/cluster.py [NAME]      # what a job would ask for
 

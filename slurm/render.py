@@ -1,4 +1,4 @@
-"""A job, and its batch script: slurm/job.sh with the job's own values in it. The same job gives the same text.
+"""Write a job's batch script: slurm/job.sh with the job's own values in it. The same job gives the same text.
 
 submitit writes the lines for sbatch; what stands in them is decided here.
 """

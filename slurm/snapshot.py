@@ -1,4 +1,4 @@
-"""The code as it was at submission: a read-only folder of copies that a job runs, whatever is edited while it waits.
+"""Copy the code as it is at submission into a read-only folder, which the job runs whatever is edited while it waits.
 
 What travels: tracked files as they lie here, uncommitted edits and checked-out submodules included, without what
 `.launchignore` in the project's folder matches (gitignore's syntax); and what is included by name. A link to something

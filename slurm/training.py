@@ -1,4 +1,4 @@
-"""What a job trains, read from the same YAML files as `src.cli` reads, without PyTorch: shape, batch, name."""
+"""Read what a job trains from the YAML files that `src.cli` reads, without PyTorch: shape, batch, name."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -76,10 +76,10 @@ class Trial:
 class Settings(ProjectCLI):
     """The settings of `fit`, and nothing built of them: this process must not take any of the card."""
 
-    def before_instantiate_classes(self) -> None:  # noqa: D102
+    def before_instantiate_classes(self) -> None:
         pass
 
-    def instantiate_classes(self) -> None:  # noqa: D102
+    def instantiate_classes(self) -> None:
         pass
 
 

@@ -1,1 +1,1 @@
-"""The local four-node Slurm: its settings, and what slurm/local_cluster.py does to the machine."""
+"""Set up a local Slurm of four nodes, for slurm/local_cluster.py."""

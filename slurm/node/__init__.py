@@ -1,1 +1,1 @@
-"""What runs inside a job, on its first node: before training, beside it and behind it."""
+"""Run inside a job, on its first node: before, beside and after training."""

@@ -38,7 +38,7 @@ DIFFERENT = 1
 class Parser(argparse.ArgumentParser):
     """A parser that complains in one line, like the rest of the project."""
 
-    def error(self, message: str) -> NoReturn:  # noqa: D102
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; {self.prog} --help says what there is")
 
 

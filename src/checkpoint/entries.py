@@ -1,4 +1,4 @@
-"""What lies in a run's checkpoints folder, and how a command line names a run or one file of it."""
+"""List a run's checkpoints, and find the run or file that a command line names."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""The CPUs that this process may use."""
+"""Count the CPUs that this process may use."""
 
 import os
 

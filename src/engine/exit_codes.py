@@ -1,4 +1,4 @@
-"""How a command ends, as a number that schedulers, batch scripts and shell loops read.
+"""Name the exit codes: how a command ended, as a number that schedulers, batch scripts and shell loops read.
 
 | code | it ended because | another start |
 |---|---|---|

@@ -63,7 +63,7 @@ class DDP(DDPStrategy):
         self.model = self.model.module
         self.configure_ddp()
 
-    def setup(self, trainer: Trainer) -> None:  # noqa: D102
+    def setup(self, trainer: Trainer) -> None:
         self.refuse_sync_batchnorm(trainer)
         super().setup(trainer)
 

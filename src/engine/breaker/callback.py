@@ -60,7 +60,7 @@ class CircuitBreaker(Callback):
 
     # --- collect, without asking the device ---
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._strategy, self._step, self._read_at = trainer.strategy, trainer.global_step, trainer.global_step
         self._rows, self._row, self._in_epoch = [], {}, False
         self._loss_scale = next((call for call in trainer.callbacks if isinstance(call, LossScale)), None)  # type: ignore[attr-defined]
@@ -69,14 +69,14 @@ class CircuitBreaker(Callback):
         if changed and not self.settings.spike and trainer.is_global_zero:
             print("note: breaker.spike_factor has no effect without a metric in breaker.spike")
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:  # noqa: D102
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not self.settings.nonfinite or current_scale(trainer) is not None:
             return
         if (largest := largest_gradient(optimizer)) is not None:
             before = self._row.get(GRADIENT)  # of another optimizer in the same step
             self._row[GRADIENT] = largest if before is None else torch.maximum(torch.as_tensor(before), largest)
 
-    def on_train_batch_end(  # noqa: D102
+    def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self._in_epoch = bool(self.settings.watched)
@@ -97,7 +97,7 @@ class CircuitBreaker(Callback):
             self._read_at = self._step
             self._read_and_trip(trainer)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.settings.watched and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._judge_metrics(trainer)
 
@@ -175,7 +175,7 @@ class CircuitBreaker(Callback):
         self._read()
         return self.judge.running_since()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.judge.load_state_dict(state_dict)
 
     # --- trip ---

@@ -188,9 +188,9 @@ class Judge:
         for series in self._series.values():
             series["length"] = 0
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    def state_dict(self) -> dict[str, Any]:
         return {"series": deepcopy(self._series), "verdict": asdict(self.verdict) if self.verdict else None}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._series = state["series"]
         self.verdict = Verdict(**state["verdict"]) if state["verdict"] else None

@@ -64,7 +64,7 @@ class TrainingCounts(Callback):
             counted = {"global_batch_size": trained, "micro_batch_size": micro, "planned_batch_size": planned_global}
             self.run.write_json("manifest.json", self.run.read_json("manifest.json") | counted)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         self._batches += 1
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,7 +79,7 @@ class TrainingCounts(Callback):
                 "validation at an epoch's end count by the length",
             )
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validations += not trainer.sanity_checking
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -148,7 +148,7 @@ class EMA(Callback):
         average = self.averages
         return {"weights": {name: average[first] for name, first in self._names.items()}} if average else {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict["weights"]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

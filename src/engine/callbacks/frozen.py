@@ -21,7 +21,7 @@ class Frozen(Callback):
         self._saved: list[str] | None = None
         self._module: LightningModule | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._module, names = pl_module, frozen(pl_module)
         if self._saved is None:
             self._first = names
@@ -34,13 +34,13 @@ class Frozen(Callback):
                     "note: this start freezes other parameters than the run's first did; they are left so", flush=True
                 )
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    def state_dict(self) -> dict[str, Any]:
         if self._module is None or self._first is None:
             return {}
         now = frozen(self._module)
         return {} if now == self._first == [] else {"first": self._first, "now": now}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._first, self._saved = state_dict["first"], state_dict["now"]
 
 

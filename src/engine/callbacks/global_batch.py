@@ -42,12 +42,12 @@ class GlobalBatch(Callback):
                 "their own only if the loader shares them out"
             )
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:  # noqa: D102
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         weight = self._weight(trainer)
         if weight != 1 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * weight)
 
-    def on_train_batch_end(  # noqa: D102
+    def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -64,7 +64,7 @@ class GlobalBatch(Callback):
         """Return what this rank has added up since the last row; a resumed run continues with it."""
         return {"sum": None if self._sum is None else self._sum.cpu(), "since": self._since}
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:  # noqa: D102
+    def load_rank_state(self, state: dict[str, Any]) -> None:
         self._sum, self._since = state["sum"], state["since"]
 
     def merge(self, states: list[Any], rank: int) -> Any:

@@ -18,11 +18,11 @@ class LossScale(Callback):
         self.skipped: Tensor | float = 0.0
         self._before: Tensor | None = None
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:  # noqa: D102
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
         self._compare(scale := current_scale(trainer))  # with what it was before another optimizer's step
         self._before = None if scale is None else scale.clone()
 
-    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         scale, stepped = current_scale(trainer), self._before is not None
         self._compare(scale)
         self._before = None
@@ -33,8 +33,8 @@ class LossScale(Callback):
         if scale is not None and self._before is not None:
             self.skipped = self.skipped + (scale < self._before).float()
 
-    def state_dict(self) -> dict[str, float]:  # noqa: D102
+    def state_dict(self) -> dict[str, float]:
         return {"skipped": float(self.skipped)}
 
-    def load_state_dict(self, state_dict: dict[str, float]) -> None:  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
         self.skipped = state_dict["skipped"]

@@ -21,7 +21,7 @@ class WritePredictions(BasePredictionWriter):
         super().__init__(write_interval="epoch")
         self.path = path
 
-    def write_on_epoch_end(  # noqa: D102
+    def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Any, batch_indices: Any
     ) -> None:
         of_ranks = gather_objects(predictions)

@@ -40,7 +40,7 @@ class Preemption(Callback):
         self._step, self._clock, self._warned = -1, 0.0, False
         self._listens = False
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: D102
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         keep_workers_alive()
@@ -48,15 +48,15 @@ class Preemption(Callback):
         if not self.saves:
             signals.exit_on_signal()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_seconds, self._step, self._clock = [], trainer.global_step, time.monotonic()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: D102
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if not self._listens:  # the module and others may have set handlers of their own when training started
             signals.listen(self.saves)
             self._listens = True
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:  # noqa: D102
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step == self._step or self._warned or not self.saves or not trainer.is_global_zero:
             return
         now = time.monotonic()
@@ -66,7 +66,7 @@ class Preemption(Callback):
         if len(self._step_seconds) > MEASURED:
             self._warn_if_late(min(self._step_seconds[1:]), self.save_seconds())
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock = time.monotonic()
 
     def _warn_if_late(self, step: float, save: float | None) -> None:

@@ -23,7 +23,7 @@ class Progress(Callback):
         self._first, self._done, self._start, self._printed = 0, 0, 0.0, 0.0
         self._validation: dict[str, float] = {}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._total = steps_in_all(trainer)
         self._first = self._done = row_index(trainer)
         self._start = time.monotonic()
@@ -31,7 +31,7 @@ class Progress(Callback):
             total = None if self._total == float("inf") else int(self._total)
             self._bar = tqdm(total=total, initial=self._done, desc="train", unit="step", dynamic_ncols=True)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:  # noqa: D102
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         if not trainer.is_global_zero:
             return
         log_now = row_is_due(trainer)
@@ -44,7 +44,7 @@ class Progress(Callback):
             self._printed = time.monotonic()
             print(f"{self._step()}  {self._numbers()}  {self._left()}", flush=True)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val")}
@@ -53,10 +53,10 @@ class Progress(Callback):
             text = "  ".join(f"{key} {value:.4g}" for key, value in metrics.items())
             print(f"{self._step()}  {text}", flush=True)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
 
     def _close(self) -> None:

@@ -28,8 +28,8 @@ class RunRecord(Callback):
     Args:
         run: the run directory
         facts: what the manifest says beside code and machine (task, batch, precision, world_size …)
-        block: lines of the start block, as (name, text)
-        again: the command that continues this run
+        start_lines: what is printed at the start, as (name, text)
+        resume_command: resumes this run
         speed: where samples/s come from
 
     """
@@ -38,11 +38,12 @@ class RunRecord(Callback):
         self,
         run: Run,
         facts: dict[str, Any],
-        block: list[tuple[str, str]],
-        again: str,
+        start_lines: list[tuple[str, str]],
+        resume_command: str,
         speed: Throughput,
     ) -> None:
-        self.run, self.world_size, self.facts, self.block, self.again = run, facts["world_size"], facts, block, again
+        self.run, self.world_size, self.facts = run, facts["world_size"], facts
+        self.start_lines, self.resume_command = start_lines, resume_command
         self._speed = speed
         self._started = time.monotonic()
         self._before = run.read_json("summary.json").get("wall_time_seconds", 0.0)
@@ -63,17 +64,17 @@ class RunRecord(Callback):
         self.cards = [card for _, card in ranks]
         refuse_mixed_cards(self.cards)
         if len(ranks) > 1:
-            self.block += [(f"rank {rank}", f"{host}, {card}") for rank, (host, card) in enumerate(ranks)]
+            self.start_lines += [(f"rank {rank}", f"{host}, {card}") for rank, (host, card) in enumerate(ranks)]
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
         self.facts = self.facts | {"card_memory_gib": memory}
         refuse_unshared(self.run.path)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
             logger.log_hyperparams(self.facts)
-        print(table(self.block), flush=True)
+        print(table(self.start_lines), flush=True)
         old = self.run.read_json("manifest.json")
         earlier = (
             [
@@ -83,13 +84,13 @@ class RunRecord(Callback):
             if old
             else []
         )
-        manifest = self.facts | {"step": self.run.step, "command": self.again}
+        manifest = self.facts | {"step": self.run.step, "command": self.resume_command}
         self.run.write_json(
             "manifest.json", manifest | describe_start(self.run, self.cards) | {"earlier_starts": earlier}
         )
         self.write(trainer, "running")
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._useful_since = time.monotonic()
 
     def _useful_seconds(self) -> float:
@@ -101,7 +102,7 @@ class RunRecord(Callback):
         """Return how long it took to come to the state that is saved."""
         return {"useful_seconds": self._useful_seconds()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._useful_before = state_dict["useful_seconds"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -109,7 +110,7 @@ class RunRecord(Callback):
         if not self._ended:
             self.write(trainer, "running")
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._ended = True  # what is still saved leaves the reason as it is
         if isinstance(exception, Stopped):
             self.write(trainer, f"stopped by {exception}")
@@ -150,7 +151,7 @@ class RunRecord(Callback):
                 "samples_per_sec": None if rate is None else round(rate, 2),
                 "peak_memory_gib": round(memory, 3),
                 "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "continue_command": self.again,
+                "continue_command": self.resume_command,
             },
         )
 

@@ -15,7 +15,7 @@ class FreeGradients(Callback):
     Where the module or a callback looks at what is zeroed, in `on_before_zero_grad`, they are left alone.
     """
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: D102
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         begins = batch_idx % trainer.accumulate_grad_batches == 0
         if not begins or not pl_module.automatic_optimization or is_overridden("on_before_zero_grad", pl_module):
             return
@@ -37,7 +37,7 @@ class FreezeGarbage(Callback):
     def __init__(self) -> None:
         self._ours = False
 
-    def on_train_start(self, *args: Any) -> None:  # noqa: D102
+    def on_train_start(self, *args: Any) -> None:
         self._ours = not gc.get_freeze_count()
         if self._ours:
             gc.collect()

@@ -70,7 +70,7 @@ class Throughput(Callback):
     def _clear(self, step: int) -> None:
         self._since, self._wait, self._busy, self._samples = step, 0.0, 0.0, 0
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clear(row_index(trainer))
         self._mark = time.perf_counter()
 
@@ -78,13 +78,13 @@ class Throughput(Callback):
         """Forget the time since the last hook; nothing of it was training."""
         self._mark = time.perf_counter()
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mark = time.perf_counter()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mark = time.perf_counter()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: D102
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         now = time.perf_counter()
         self._wait += now - self._mark
         self._mark = now
@@ -93,7 +93,7 @@ class Throughput(Callback):
         """Note the step's own learning rate; when the batch ends the schedule has moved on."""
         self._lr = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else None
 
-    def on_train_batch_end(  # noqa: D102
+    def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         sampler = getattr(trainer.train_dataloader, "sampler", None)

@@ -78,7 +78,7 @@ class SaveBest(ModelCheckpoint):
             if path != best:
                 path.unlink(missing_ok=True)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:
             super().on_validation_end(trainer, pl_module)
         elif not self._noted and trainer.is_global_zero:

@@ -103,7 +103,7 @@ def resume_data(trainer: Trainer) -> None:
 
 
 def as_boundary(checkpoint: dict[str, Any], trainer: Trainer) -> None:
-    """Make a checkpoint that is saved when training has ended look as if training were about to go on.
+    """Make a checkpoint that is saved when training has ended look as if training were about to continue.
 
     The end of training counts the epoch as done, also where `max_steps` ended it in the middle. And after a full epoch
     Lightning would go through one more, without a batch, if only steps limit the training.

@@ -35,7 +35,7 @@ class RandomNumbers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def rank_state(self) -> dict[str, Any]:  # noqa: D102
+    def rank_state(self) -> dict[str, Any]:
         numbers: Any = np.random.get_state()
         _, keys, position, has_gauss, cached = numbers
         numpy = {
@@ -48,7 +48,7 @@ class RandomNumbers:
             states["cuda"] = torch.cuda.get_rng_state(self.device)
         return states
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:  # noqa: D102
+    def load_rank_state(self, state: dict[str, Any]) -> None:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
         keys = state["numpy"]["keys"].cpu().numpy().astype(np.uint32)
@@ -68,16 +68,16 @@ class CallbackMetrics:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
-    def rank_state(self) -> dict[str, Any]:  # noqa: D102
+    def rank_state(self) -> dict[str, Any]:
         newest = self.trainer._logger_connector._callback_metrics
         return {name: value.detach().cpu().clone() for name, value in newest.items() if isinstance(value, Tensor)}
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:  # noqa: D102
+    def load_rank_state(self, state: dict[str, Any]) -> None:
         device = self.trainer.strategy.root_device
         self.trainer._logger_connector._callback_metrics |= {name: value.to(device) for name, value in state.items()}
 
     def merge(self, states: list[Any], rank: int) -> Any:
-        """All ranks must see the same, or their schedules part."""
+        """Give every rank the same state, or their schedules would differ."""
         return states[0]
 
 
@@ -89,7 +89,7 @@ class EpochMetrics:
         self.results = trainer.fit_loop.epoch_loop._results
         self.metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
 
-    def rank_state(self) -> dict[str, Any]:  # noqa: D102
+    def rank_state(self) -> dict[str, Any]:
         # What was logged before the first batch is logged again, as the epoch's start is repeated.
         begun = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0
         logged = {

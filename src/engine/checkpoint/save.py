@@ -91,7 +91,7 @@ class SaveNewest(Callback):
 
     # --- when ---
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: D102
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             refuse_callbacks(trainer)
             refuse_writers(trainer)
@@ -99,7 +99,7 @@ class SaveNewest(Callback):
             before_validations(trainer, lambda: self._before(trainer))
             self._left_validation, self._before_validation = False, None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         resume_data(trainer)
         note_manual_optimization(pl_module)
         self.schedule.begin(trainer)
@@ -135,7 +135,7 @@ class SaveNewest(Callback):
             self._left_validation = True
             raise Stopped(self.schedule.stop)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._before_validation = None
 
     def _mark(self, trainer: Trainer) -> None:
@@ -146,7 +146,7 @@ class SaveNewest(Callback):
             except OSError as error:
                 print(f"warning: {self.folder.parent / stopped.MARKER} cannot be written ({error})", flush=True)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._ended = True
         due = trainer.global_step > self.schedule.step
         if due or self._best:
@@ -180,10 +180,10 @@ class SaveNewest(Callback):
     def _own_states(self) -> dict[str, Any]:
         return {name: keeper.rank_state() for name, keeper in self.keepers.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state["ranks"]
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: D102
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._left_validation:
             checkpoint[PENDING] = True
         if self._ended:

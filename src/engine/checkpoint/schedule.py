@@ -28,7 +28,7 @@ class CheckpointSettings:
         asynchronous: training waits only for the copy into the host's memory (as large as a checkpoint), not for the
             disk
         format: file: one file, which rank 0 writes; sharded: every rank writes its part, which only the fsdp strategies
-            have; null: sharded where that is so. Either goes on under every strategy, on any number of processes
+            have; null: sharded where that is so. Either is resumed under every strategy, on any number of processes
         monitor: the validation metric that decides which state is the best
         mode: whether a smaller (min) or a larger (max) value of it is better
         backup: a second folder, best on another disk, for a copy of the newest healthy state, DIR/<run>/; null: none

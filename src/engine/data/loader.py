@@ -1,4 +1,4 @@
-"""A loader that keeps the global batch: step k trains on the same samples on 1, 2, 4 or 16 devices."""
+"""Load data by global batch: step k trains on the same samples on 1, 2, 4 or 16 devices."""
 
 import functools
 import math

@@ -18,7 +18,7 @@ class OutOfMemory(Callback):
     def __init__(self) -> None:
         self.usage: Usage | None = None
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if is_out_of_memory(exception):
             with suppress(RuntimeError):  # a card in that state may refuse to answer; the error itself must get through
                 self.usage = measure(trainer, pl_module, exception)

@@ -98,7 +98,7 @@ class BF16Mixed(MixedPrecision):
     bf16 has no scale.
     """
 
-    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: D102
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         Plugin.clip_gradients(self, optimizer, *args, **kwargs)
 
 

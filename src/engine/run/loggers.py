@@ -1,4 +1,4 @@
-"""Where a run's metrics go: one CSV file, one TensorBoard folder, one Weights & Biases run, over all its starts."""
+"""Log a run's metrics, over all its starts, to one CSV file, one TensorBoard folder, one Weights & Biases run."""
 
 import os
 import secrets
@@ -103,7 +103,7 @@ def run_loggers(run: Run) -> list[Logger]:
 
 @rank_zero_only
 def keep_wandb_run(run: Run, loggers: list[Logger]) -> None:
-    """Let a WandbLogger go on in the W&B run of the earlier starts.
+    """Let a WandbLogger continue the W&B run of the earlier starts.
 
     By W&B's own variables, so that a wandb.init in the user's code does the same. An id that the user gave, in the
     configuration or the environment, comes first. Only rank 0 logs; the others would race for the id.

@@ -37,11 +37,11 @@ class MetricsCSV(Logger):
             self.columns = header if "step" in header else []  # a power cut may leave a file of zeros
 
     @property
-    def name(self) -> str:  # noqa: D102
+    def name(self) -> str:
         return ""
 
     @property
-    def version(self) -> str:  # noqa: D102
+    def version(self) -> str:
         return ""
 
     @property

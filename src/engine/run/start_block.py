@@ -1,4 +1,4 @@
-"""What a start says about itself: the lines at the top of its output, and the command that resumes its run."""
+"""Word the lines at the top of a start's output, and the command that resumes its run."""
 
 import os
 import shlex

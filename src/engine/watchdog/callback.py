@@ -145,7 +145,7 @@ class Watchdog(Callback):
         self._threads.append(threading.Thread(target=act, args=arguments, daemon=True))
         self._threads[-1].start()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: D102
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""The debug switch: what NCCL and PyTorch themselves report of collectives, in the log of every rank."""
+"""Switch on what NCCL and PyTorch themselves report of collectives, in the log of every rank."""
 
 import os
 

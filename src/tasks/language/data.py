@@ -42,7 +42,7 @@ class Windows(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Tensor:
-        """A whole batch in one read, uint8 of shape (B, context + 1)."""
+        """Return a whole batch by one read, uint8 of shape (B, context + 1)."""
         starts = np.asarray(indices)[:, None] * self.context
         return torch.from_numpy(self.bytes[starts + self._offsets])
 
@@ -122,7 +122,7 @@ class TextBytes(LightningDataModule):
         self.cache = Path(cache or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "language-data"
 
     def prepare_data(self) -> None:
-        """One process per node writes the arrays."""
+        """Write the arrays, in one process per node."""
         store(*text_files(self.folder), self.cache)
 
     def setup(self, stage: str) -> None:
@@ -137,14 +137,14 @@ class TextBytes(LightningDataModule):
             windows, self.batch_size, self.trainer, train=train, num_workers=self.num_workers, collate_fn=_as_is
         )
 
-    def train_dataloader(self) -> GlobalBatchLoader:  # noqa: D102
+    def train_dataloader(self) -> GlobalBatchLoader:
         return self._loader(self.train_set, train=True)
 
-    def val_dataloader(self) -> GlobalBatchLoader:  # noqa: D102
+    def val_dataloader(self) -> GlobalBatchLoader:
         return self._loader(self.val_set)
 
-    def test_dataloader(self) -> GlobalBatchLoader:  # noqa: D102
+    def test_dataloader(self) -> GlobalBatchLoader:
         return self._loader(self.test_set)
 
-    def predict_dataloader(self) -> GlobalBatchLoader:  # noqa: D102
+    def predict_dataloader(self) -> GlobalBatchLoader:
         return self._loader(self.test_set)

@@ -64,7 +64,7 @@ class LanguageModule(LightningModule):
         return self.model.loss(self.model.features(tokens[:, :-1]), tokens[:, 1:])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """The loss; the command line's callbacks log it as train/loss."""
+        """Return the loss; the command line's callbacks log it as train/loss."""
         return self._loss(batch)
 
     def _evaluate(self, batch: Tensor, split: str) -> None:
@@ -73,19 +73,19 @@ class LanguageModule(LightningModule):
         metrics = {f"{split}/loss": loss, f"{split}/bpb": loss / math.log(2)}
         self.log_dict(metrics, batch_size=batch.shape[0], on_epoch=True, sync_dist=True)
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:  # noqa: D102
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:  # noqa: D102
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Each window of T bytes with its second half written anew: uint8 of shape (B, T)."""
+        """Return each window of T bytes with its second half written anew: uint8 of shape (B, T)."""
         tokens = batch[:, :-1].long()
         half = tokens.shape[1] // 2
         return self.model.generate(tokens[:, :half], tokens.shape[1] - half, top_k=20).to(torch.uint8)
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:  # noqa: D102
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
         groups = [
@@ -99,7 +99,7 @@ class LanguageModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _lr_share(self, step: int) -> float:
-        """The share of `lr` at an optimizer step."""
+        """Return the share of `lr` at an optimizer step."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         last = self.trainer.estimated_stepping_batches

@@ -41,14 +41,14 @@ class Digits(LightningDataModule):
     def _loader(self, dataset: TensorDataset, *, train: bool = False) -> GlobalBatchLoader:
         return GlobalBatchLoader(dataset, self.batch_size, self.trainer, train=train, num_workers=self.num_workers)
 
-    def train_dataloader(self) -> GlobalBatchLoader:  # noqa: D102
+    def train_dataloader(self) -> GlobalBatchLoader:
         return self._loader(self.train_set, train=True)
 
-    def val_dataloader(self) -> GlobalBatchLoader:  # noqa: D102
+    def val_dataloader(self) -> GlobalBatchLoader:
         return self._loader(self.val_set)
 
-    def test_dataloader(self) -> GlobalBatchLoader:  # noqa: D102
+    def test_dataloader(self) -> GlobalBatchLoader:
         return self._loader(self.test_set)
 
-    def predict_dataloader(self) -> GlobalBatchLoader:  # noqa: D102
+    def predict_dataloader(self) -> GlobalBatchLoader:
         return self._loader(self.test_set)

@@ -56,17 +56,17 @@ class VisionModule(LightningModule):
         loss = F.cross_entropy(logits, labels)
         self.log(f"{split}/loss", loss, on_epoch=True, sync_dist=True, batch_size=len(labels))
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # noqa: D102
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "val", self.val_accuracy)
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # noqa: D102
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "test", self.test_accuracy)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The most likely label of each image, int64 of shape (B,)."""
+        """Return the most likely label of each image, int64 of shape (B,)."""
         return self.model(batch[0]).argmax(-1)
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:  # noqa: D102
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         # One kernel for all parameters; with fp16 it would unscale gradients itself, after they are clipped.
         fused = self.device.type == "cuda" and self.trainer.scaler is None
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay, fused=fused)
@@ -77,7 +77,7 @@ class VisionModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _lr_share(self, step: int) -> float:
-        """One cycle (Smith & Topin, 2018): from 1/25 of `lr` up over 30 % of the steps, then down to 0, as cosines."""
+        """Return one cycle (Smith & Topin, 2018): 1/25 of `lr` up over 30 % of the steps, then down to 0, by cosines."""
         done = min(1.0, step / max(1, self.trainer.estimated_stepping_batches - 1))
         if done < 0.3:
             return 1 / 25 + 24 / 25 * (1 - math.cos(math.pi * done / 0.3)) / 2
