@@ -37,10 +37,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 cluster-up:
-	@$(PYTHON) slurm/local_cluster.py up --install
+	@$(PYTHON) -m slurm.local up --install
 
 cluster-down:
-	@$(PYTHON) slurm/local_cluster.py down
+	@$(PYTHON) -m slurm.local down
 
 setup: .venv/installed
 

@@ -1,1 +1,1 @@
-"""Set up a local Slurm of four nodes, for slurm/local_cluster.py."""
+"""Set up a local Slurm of four nodes, for `python -m slurm.local`."""

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slurm.local.processes import locked
+from slurm.local.machine import locked
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv/bin/python"

@@ -1,4 +1,4 @@
-"""Tests on a real Slurm: the four nodes of slurm/local_cluster.py, started here if they are not up and can be.
+"""Tests on a real Slurm: the four nodes of slurm/local/, started here if they are not up and can be.
 
 All tests in this folder share the cluster, which may have two cores for sixteen pretended GPUs. So one of them runs at
 a time, whichever process of pytest-xdist it is in and from whichever copy of the project. A fixture of a wider scope
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm.local.processes import locked
-from slurm.local_cluster import chosen_folder
+from slurm.local.__main__ import chosen_folder
+from slurm.local.machine import locked
 from template_tests.cluster.jobs import found, leave, sbatch, slurm
 from template_tests.cluster.project import Project
 from tests.commands import ROOT
@@ -58,7 +58,7 @@ def _cluster() -> Iterator[None]:
 
 def _local_cluster(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "slurm/local_cluster.py", command], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "slurm.local", command], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
 

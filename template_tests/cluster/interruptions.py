@@ -5,7 +5,7 @@ import os
 import signal
 from pathlib import Path
 
-from slurm.local_cluster import LocalCluster, chosen_folder
+from slurm.local.__main__ import LocalCluster, chosen_folder
 from template_tests.cluster.jobs import field, sbatch, slurm, wait_for
 from template_tests.cluster.project import PATIENCE, Project
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm import local_cluster
-from slurm.local import places
-from slurm.local_cluster import LocalCluster, chosen_folder, main
+from slurm.local import __main__ as local_cluster
+from slurm.local import machine
+from slurm.local.__main__ import LocalCluster, chosen_folder, main
 from template_tests.cluster.jobs import FOUR_GPUS, NODES, field, found, needs_root, slurm, wait_for
 from tests.commands import ROOT
 
@@ -123,8 +123,8 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
     folder.chmod(0o755)
     (folder / "hosts").write_text("127.0.0.1 localhost")
     monkeypatch.setenv("LOCAL_SLURM", str(folder / "s"))
-    monkeypatch.setattr(places, "HOSTS", folder / "hosts")
-    monkeypatch.setattr(places, "LINK", folder / "slurm/slurm.conf")
+    monkeypatch.setattr(machine, "HOSTS", folder / "hosts")
+    monkeypatch.setattr(machine, "LINK", folder / "slurm/slurm.conf")
     monkeypatch.setattr(local_cluster, "PORT", 26817)
     cluster = LocalCluster(folder / "s")
     try:
@@ -159,13 +159,13 @@ def run_something(cluster: LocalCluster) -> None:
 @needs_root
 def test_down_leaves_nothing(second: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
     """Daemons, jobs, the link and the hosts line are gone, with the file as it was; a second `down` finds nothing."""
-    assert second.hosts_line in places.HOSTS.read_text()
-    assert places.LINK.resolve() == second.conf
+    assert second.hosts_line in machine.HOSTS.read_text()
+    assert machine.LINK.resolve() == second.conf
     run_something(second)
     assert main(["down"]) == 0
     assert processes(second) == []
-    assert places.HOSTS.read_text() == "127.0.0.1 localhost\n"
-    assert not os.path.lexists(places.LINK)
+    assert machine.HOSTS.read_text() == "127.0.0.1 localhost\n"
+    assert not os.path.lexists(machine.LINK)
     assert main(["status"]) == 1
     capsys.readouterr()
     assert main(["down"]) == 0

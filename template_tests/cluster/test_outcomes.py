@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.local_cluster import LocalCluster, chosen_folder
+from slurm.local.__main__ import LocalCluster, chosen_folder
 from slurm.node import history
 from src.engine import exit_codes
 from template_tests.cluster.interruptions import begun, kill_node, last_node, limit, of, preempt, requeued, said, steps

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.local_cluster import LocalCluster, chosen_folder
+from slurm.local.__main__ import LocalCluster, chosen_folder
 from src.checkpoint.compare import differences, outcome
 from template_tests.cluster.interruptions import (
     begun,

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
-    "slurm/local_cluster.py": "status",
+    "slurm/local/__main__.py": "status",
     "slurm/jobs.py": "list",
     "src/checkpoint/__main__.py": "list",
     "src/doctor/__main__.py": "--storage",

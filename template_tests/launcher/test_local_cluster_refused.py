@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm import local_cluster
-from slurm.local import places
-from slurm.local_cluster import LocalCluster, main
+from slurm.local import __main__ as local_cluster
+from slurm.local import machine
+from slurm.local.__main__ import LocalCluster, main
 from tests.commands import ROOT
 
 FOLDER = Path("/nobody/has/this")
@@ -25,7 +25,7 @@ def _nothing_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(local_cluster.subprocess, "run", lambda *command, **_: pytest.fail(f"ran {command}"))
     monkeypatch.setattr(local_cluster, "FOLDER", FOLDER)
     for name in ("HOSTS", "LINK"):
-        monkeypatch.setattr(places, name, tmp_path / name)
+        monkeypatch.setattr(machine, name, tmp_path / name)
     monkeypatch.delenv("LOCAL_SLURM", raising=False)
 
 
@@ -129,10 +129,10 @@ def test_a_folder_that_slurm_could_not_use_is_refused(
 
 
 def test_it_starts_on_a_python_without_packages() -> None:
-    """No .venv, from any folder: only the standard library is imported, however poor the Python."""
+    """No .venv: only the standard library is imported, however poor the Python."""
     done = subprocess.Popen(
-        [sys.executable, "-I", "-S", ROOT / "slurm/local_cluster.py", "sideways"],
-        cwd="/",
+        [sys.executable, "-S", "-m", "slurm.local", "sideways"],
+        cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
     )

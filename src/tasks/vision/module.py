@@ -77,7 +77,7 @@ class VisionModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _lr_share(self, step: int) -> float:
-        """Return one cycle (Smith & Topin, 2018): 1/25 of `lr` up over 30 % of the steps, then down to 0, by cosines."""
+        """Return one cycle (Smith & Topin, 2018): from 1/25 of `lr` up over 30 % of the steps, then to 0."""
         done = min(1.0, step / max(1, self.trainer.estimated_stepping_batches - 1))
         if done < 0.3:
             return 1 / 25 + 24 / 25 * (1 - math.cos(math.pi * done / 0.3)) / 2

@@ -1,6 +1,6 @@
 """Run a Slurm of four nodes, n1 to n4 with four pretended A100s each, on this one machine.
 
-    python slurm/local_cluster.py up|down|status    # as root on Debian or Ubuntu; or make cluster-up, make cluster-down
+    python -m slurm.local up|down|status    # as root on Debian or Ubuntu; or make cluster-up, make cluster-down
 
 Needs no environment, only Python. Everything it writes lies in /var/lib/local-slurm ($LOCAL_SLURM names another
 folder), but for a link at /etc/slurm/slurm.conf, by which sbatch finds it, and a line in /etc/hosts; `down` removes
@@ -17,17 +17,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a script, Python puts slurm/ on the path, where its files would shadow others' modules
-    _HERE = Path(__file__).resolve().parent
-    sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
+if __name__ == "__main__":
     from src.engine import streams
 
     streams.outlast_readers()
 
 from slurm.errors import LaunchError, Parser
-from slurm.local import places, processes
+from slurm.local import machine
 
-TEMPLATES = Path(__file__).resolve().parent / "local"
+TEMPLATE = Path(__file__).with_name("slurm.conf.in")
+# Slurm 23.11 looks for cgroups in every slurmd, also where nothing uses them; of this plugin it does not ask them.
+CGROUP = "CgroupPlugin=cgroup/v1\n"
+# The pretended GPUs are /dev/null under four names: Slurm counts them and hands them out, and nothing opens them.
+GRES = "NodeName=n[1-4] Name=gpu Type=a100 File={folder}/dev/gpu[0-3]\n"
 FOLDER = Path("/var/lib/local-slurm")
 NODES = ("n1", "n2", "n3", "n4")
 INSTALL = ("apt-get", "install", "-y", "slurmctld", "slurmd", "slurm-client", "munge")
@@ -48,7 +50,7 @@ class LocalCluster:
     def tool(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a Slurm command on this cluster, even where SLURM_CONF or a surrounding job names another one."""
         return subprocess.run(
-            command, env=processes.environment(SLURM_CONF=str(self.conf)), capture_output=True, text=True, check=False
+            command, env=machine.environment(SLURM_CONF=str(self.conf)), capture_output=True, text=True, check=False
         )
 
     def states(self) -> dict[str, str]:
@@ -62,7 +64,7 @@ class LocalCluster:
         for name, command in self._daemons().items():
             with contextlib.suppress(FileNotFoundError, ValueError):
                 pid = int((self.folder / f"run/{name}.pid").read_text())
-                if processes.command_line(pid) == command:  # else the number belongs to somebody else by now
+                if machine.command_line(pid) == command:  # else the number belongs to somebody else by now
                     pids[name] = pid
         return pids
 
@@ -84,11 +86,11 @@ class LocalCluster:
 
     def up(self) -> bool:
         """Start what does not run, and wait until all nodes take jobs; return False if there was nothing to do."""
-        places.refuse_another(self.conf)
+        machine.refuse_another(self.conf)
         for name in ("etc", "dev", "run", "log", "state", "spool"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        with processes.locked(self.folder / "etc"):
-            places.enter(self.conf, self.hosts_line, NODES)
+        with machine.locked(self.folder / "etc"):
+            machine.enter(self.conf, self.hosts_line, NODES)
             if self.is_up():
                 return False
             missing = {name: command for name, command in self._daemons().items() if name not in self.running()}
@@ -102,11 +104,12 @@ class LocalCluster:
     def _write_files(self) -> None:
         host, ports = socket.gethostname().split(".")[0], f"{PORT + 1}-{PORT + len(NODES)}"
         values = {"FOLDER": str(self.folder), "HOST": host, "PORT": str(PORT), "NODE_PORTS": ports}
-        for template in TEMPLATES.glob("*.in"):
-            text = template.read_text()
-            for name, value in values.items():
-                text = text.replace(f"@{name}@", value)
-            (self.folder / "etc" / template.stem).write_text(text)
+        text = TEMPLATE.read_text()
+        for name, value in values.items():
+            text = text.replace(f"@{name}@", value)
+        self.conf.write_text(text)
+        (self.folder / "etc/cgroup.conf").write_text(CGROUP)
+        (self.folder / "etc/gres.conf").write_text(GRES.format(folder=self.folder))
         key = self.folder / "etc/munge.key"
         if not key.exists():
             key.touch(mode=0o600)
@@ -118,9 +121,9 @@ class LocalCluster:
 
     def _start(self, name: str, command: list[str]) -> None:
         """Start a daemon, which goes to the background when it has started."""
-        if complaint := processes.start(command):
+        if complaint := machine.start(command):
             raise self._failure(f"{command[0]} does not start: {complaint}", name)
-        if not processes.wait(lambda: name in self.running(), 20):
+        if not machine.wait(lambda: name in self.running(), 20):
             raise self._failure(f"{command[0]} has ended", name)
 
     def _wait_until_ready(self) -> None:
@@ -136,7 +139,7 @@ class LocalCluster:
                     self.tool("scontrol", "update", f"nodename={name}", "state=resume")
             return self._ready()
 
-        if not processes.wait(ready, PATIENCE):
+        if not machine.wait(ready, PATIENCE):
             states = self.states()
             bad = [name for name in NODES if states.get(name) not in READY]
             shown = ", ".join(f"{name} {state}" for name, state in states.items()) or "slurmctld does not answer"
@@ -154,9 +157,9 @@ class LocalCluster:
         """Cancel all jobs, stop what this cluster started, and restore /etc; return False if nothing was running."""
         was_up = False
         if self.folder.is_dir():
-            with processes.locked(self.folder / "etc"):
+            with machine.locked(self.folder / "etc"):
                 was_up = self._stop()
-        places.leave(self.conf, self.hosts_line)
+        machine.leave(self.conf, self.hosts_line)
         return was_up
 
     def _stop(self) -> bool:
@@ -177,14 +180,14 @@ class LocalCluster:
         if first := jobs():
             self.tool("scancel", *first)
             self.tool("scancel", "--signal=KILL", "--full", *first)
-        processes.wait(lambda: not jobs(), 60)
+        machine.wait(lambda: not jobs(), 60)
 
     def _end(self, pid: int, command: list[str]) -> None:
         """End a process and return when it is gone; slurmctld removes its pid file earlier than that."""
         for number, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-            if processes.wait(lambda: processes.command_line(pid) != command, patience):
+            if machine.wait(lambda: machine.command_line(pid) != command, patience):
                 return
 
 
@@ -193,10 +196,10 @@ def _check_machine(install: bool) -> None:
         raise LaunchError(f"the local Slurm needs Linux, this is {sys.platform}")
     if os.geteuid() != 0:
         raise LaunchError("starting and stopping daemons needs root: sudo make cluster-up (or cluster-down)")
-    path = processes.environment()["PATH"]
+    path = machine.environment()["PATH"]
     missing = [program for program in PROGRAMS if not shutil.which(program, path=path)]
     if missing and install and shutil.which("apt-get", path=path):
-        quiet = processes.environment(DEBIAN_FRONTEND="noninteractive")
+        quiet = machine.environment(DEBIAN_FRONTEND="noninteractive")
         subprocess.run(("apt-get", "update", "-qq"), env=quiet, check=False)
         missing = list(PROGRAMS) if subprocess.run(INSTALL, env=quiet, check=False).returncode else []
     if missing:
