@@ -4,10 +4,10 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slurm import render, sbatch, times
-from slurm.render import Job
+from slurm import sbatch, script, times
+from slurm.request import Training, batch_text
+from slurm.script import Job
 from slurm.snapshot import Plan
-from slurm.training import Training, batch_text
 
 if TYPE_CHECKING:
     from slurm.plan import Submission
@@ -62,12 +62,12 @@ def restarts(job: Job) -> str:
 def show(submission: "Submission") -> None:
     """Print the whole of a dry run."""
     for job in submission.jobs:
-        _section("script", f"sbatch --parsable {shlex.quote(str(job.folder))}/…_submission.sh", render.script(job))
+        _section("script", f"sbatch --parsable {shlex.quote(str(job.folder))}/…_submission.sh", script.script(job))
         starts = [
-            f"{run}: {render.plain_command(command)}" for run, command in zip(job.runs, job.commands, strict=True)
+            f"{run}: {script.plain_command(command)}" for run, command in zip(job.runs, job.commands, strict=True)
         ]
         _section("training", *starts)
-        _section("environment added", *(f"{name}={value}" for name, value in render.environment(job).items()))
+        _section("environment added", *(f"{name}={value}" for name, value in script.environment(job).items()))
         if plan := submission.snapshot:
             left = [f"left out: {name}" for name in plan.left_out] or ["left out: nothing"]
             changed = [f"with its uncommitted change: {name}" for name in plan.changed]

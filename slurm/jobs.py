@@ -34,7 +34,7 @@ from slurm.errors import LaunchError, Parser
 from slurm.node import failed_rank as fallen
 from slurm.plan import find_run_root
 from slurm.resume import resume
-from slurm.states import State, hint, states
+from slurm.status import State, hint, states
 
 GPU_QUERY = "index,name,utilization.gpu,memory.used,memory.total,power.draw"
 GPU_SECONDS = 30

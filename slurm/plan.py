@@ -17,10 +17,10 @@ from slurm.cluster import ROOT, load_cluster
 from slurm.cluster_file import KEYS, Cluster, read_value
 from slurm.describe import summary
 from slurm.errors import LaunchError
-from slurm.record import refuse_other_points
-from slurm.render import CRASH_RETRIES, RESTARTS, SHORTEST, Job
-from slurm.shared_root import group_warning
-from slurm.training import Shape, Training, choose_shape, given, read_training, refuse_secrets
+from slurm.permissions import group_warning
+from slurm.request import Shape, Training, choose_shape, given, read_training, refuse_secrets
+from slurm.script import CRASH_RETRIES, RESTARTS, SHORTEST, Job
+from slurm.submission import refuse_other_points
 
 CODE_IS_GONE = "the code of that submission is gone, {code}: submit the run anew with submit.py --name"
 

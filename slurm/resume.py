@@ -6,7 +6,7 @@ from typing import Any
 
 from slurm import submit
 from slurm.errors import LaunchError
-from slurm.states import State, records
+from slurm.status import State, records
 
 
 def resume(chosen: Sequence[State], name: str, overrides: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from slurm.errors import LaunchError
-from slurm.render import Job, script
+from slurm.script import Job, script
 
 LATE = (124, 137)  # what `timeout` ends with
 SECONDS = 60  # that a command of Slurm may take; a controller that is down lets sbatch try for a while

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from slurm.errors import LaunchError
-from slurm.shared_root import make_folder, refuse_shared
+from slurm.permissions import make_folder, refuse_shared
 
 IGNORE = ".launchignore"
 RECORDS = ".snapshot"

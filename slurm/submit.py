@@ -29,7 +29,7 @@ from slurm.cluster_file import KEYS
 from slurm.describe import show
 from slurm.errors import LaunchError, Parser
 from slurm.plan import Submission, prepare
-from slurm.record import submit_all
+from slurm.submission import submit_all
 
 
 def refuse_unknown(unknown: Sequence[str], options: Sequence[str]) -> None:

@@ -34,8 +34,8 @@ def test_what_is_printed_goes_into_no_file_of_the_process(redirection: str, tmp_
 @pytest.mark.parametrize("file", COMMANDS)
 def test_every_command_outlasts_its_reader(file: str, tmp_path: Path) -> None:
     """`doctor | head`, `make cluster-up | head` and the like end as they do with a reader."""
-    start = file if file.startswith("slurm/") else f"-m {file.removesuffix('/__main__.py').removesuffix('.py')}"
-    start = f"'{sys.executable}' {start.replace('src/', 'src.')} {COMMANDS[file]}"
+    start = file if file == "slurm/jobs.py" else f"-m {file.removesuffix('/__main__.py').replace('/', '.')}"
+    start = f"'{sys.executable}' {start} {COMMANDS[file]}"
     environment = os.environ | {"RUN_ROOT": str(tmp_path), "PYTHONUNBUFFERED": "1", "LOCAL_SLURM": str(tmp_path)}
     pipes = f"{start} > /dev/null; a=$?; {start} | true; b=${{PIPESTATUS[0]}}; {start} >&-; echo $a $b $?"
     done = subprocess.run(["bash", "-c", pipes], cwd=ROOT, env=environment, capture_output=True, text=True)

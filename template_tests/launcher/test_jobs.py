@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurm import race, states
+from slurm import race, status
 from slurm.cluster import ROOT
 from slurm.node import failed_rank as fallen
 from slurm.node import history
@@ -120,8 +120,8 @@ def test_a_waiting_job_says_why_in_words(root: Path, bin_folder: Path, run_jobs:
 )
 def test_reasons_are_explained(reason: str, word: str) -> None:
     """Those that users meet have a sentence each, however Slurm writes them."""
-    assert word in states.hint(reason)
-    assert states.hint("SomethingNew") == ""
+    assert word in status.hint(reason)
+    assert status.hint("SomethingNew") == ""
 
 
 def test_a_running_job_shows_step_checkpoint_and_hours(root: Path, bin_folder: Path, run_jobs: Jobs) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm import jobs, race, record
+from slurm import jobs, race, submission
 from slurm.cluster import ROOT
 from slurm.errors import LaunchError
 from slurm.node import history
@@ -84,7 +84,7 @@ def test_a_broken_file_of_one_run_hides_no_other(
 
 
 @pytest.mark.parametrize("value", [None, {"x": 1}, [[1]], "text", -1])
-@pytest.mark.parametrize("field", [*record.FIELDS, "number"])
+@pytest.mark.parametrize("field", [*submission.FIELDS, "number"])
 def test_a_record_with_a_value_that_cannot_be_hides_no_other(
     field: str, value: object, root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,13 +138,13 @@ def test_a_run_whose_record_is_broken_is_not_submitted_twice(name: str, root: Pa
     if "token" in name:
         (root / "a/slurm/11.json").unlink()
     with pytest.raises(LaunchError, match=r"^run a has job 1[13] already"):
-        record._refuse_second(job_of(root, "a"))
-    record._refuse_second(job_of(root, "c"))
+        submission._refuse_second(job_of(root, "a"))
+    submission._refuse_second(job_of(root, "c"))
 
 
-def job_of(root: Path, name: str) -> record.Job:
+def job_of(root: Path, name: str) -> submission.Job:
     """As much of a job as the check looks at."""
-    made = object.__new__(record.Job)
+    made = object.__new__(submission.Job)
     for field, value in (("run_root", root), ("folder", root / name / "slurm"), ("runs", [name]), ("name", name)):
         object.__setattr__(made, field, value)
     return made
@@ -194,7 +194,7 @@ def test_nothing_written_follows_a_link(root: Path, tmp_path: Path, capfd: pytes
     folder = root / "a/slurm"
     for name in (".14.json", ".14.json.tmp", ".race-s-14", ".race-s-14.tmp", "14_history.jsonl"):
         (folder / name).symlink_to(theirs)
-    record._write_whole(folder / "14.json", {"job": "14"})
+    submission._write_whole(folder / "14.json", {"job": "14"})
     assert race.claim(folder, "s", "14") == "14"
     history.note(root / "a", "14", "start")
     assert theirs.read_text() == "theirs"

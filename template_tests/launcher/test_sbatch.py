@@ -7,8 +7,8 @@ import pytest
 
 from slurm import sbatch
 from slurm.errors import LaunchError
-from slurm.render import Job
-from template_tests.launcher.test_render import job, site
+from slurm.script import Job
+from template_tests.launcher.test_script import job, site
 
 COMMENT = "0123abcd.0"
 # sbatch's words (Slurm 22.05 and 23.11) for every hint.

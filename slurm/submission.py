@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from slurm import race, sbatch, snapshot
 from slurm.cluster_file import Cluster
 from slurm.errors import LaunchError
-from slurm.render import Job, plain_command
-from slurm.shared_root import make_folder, refuse_shared
+from slurm.permissions import make_folder, refuse_shared
+from slurm.script import Job, plain_command
 
 if TYPE_CHECKING:
     from slurm.grid import Point
@@ -135,11 +135,11 @@ def _refuse_second(job: Job) -> None:
     """Refuse a run that has a job in the queue: two of them would wait for each other, or train it twice."""
     if not any(job.run_root.glob("*/slurm")):
         return
-    queue = sbatch.queued()
-    adopt(job.run_root, {comment: number for number, _, comment in queue})
+    waiting = sbatch.queued()
+    adopt(job.run_root, {comment: number for number, _, comment in waiting})
     records = {record["job"]: record for record in all_records(job.run_root)}
     files = {path.name for path in job.folder.glob("*")}
-    for number, index, comment in queue:
+    for number, index, comment in waiting:
         if number in records:
             live = records[number]["runs"][index : index + 1]
         else:  # a damaged record or mark: which of the runs the job has is not known

@@ -14,10 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from slurm import race, sbatch
+from slurm import race
 from slurm.errors import LaunchError
 from slurm.node import history
-from slurm.record import adopt, all_records
+from slurm.sbatch import advice, ask
+from slurm.submission import adopt, all_records
 from slurm.times import format_time
 
 DOWN = "nodes are down or reserved: sinfo -R; another partition, or a --time that ends before"
@@ -247,9 +248,9 @@ def _why_ended(events: Sequence[Mapping[str, Any]]) -> str:
 def _queue() -> dict[str, Queued]:
     """Return what Slurm has in its queue, by JOB or JOB_INDEX; array tasks one by one."""
     asked = "--format=%F|%K|%A|%T|%N|%k|%r"
-    done = sbatch.ask("squeue", "--me", "--noheader", "--array", "--states=all", asked)
+    done = ask("squeue", "--me", "--noheader", "--array", "--states=all", asked)
     if done.returncode:
-        raise LaunchError(f"squeue: {sbatch.advice(done.stderr)}")
+        raise LaunchError(f"squeue: {advice(done.stderr)}")
     queue = {}
     for line in done.stdout.splitlines():
         if line.count("|") < 6:
@@ -266,7 +267,7 @@ def _accounting(jobs: Iterable[str]) -> dict[str, str]:
     if not jobs or shutil.which("sacct") is None:
         return {}
     try:
-        done = sbatch.ask("sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(jobs), seconds=20)
+        done = ask("sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(jobs), seconds=20)
     except LaunchError:
         return {}
     rows = [line.split("|") for line in done.stdout.splitlines() if "|" in line]

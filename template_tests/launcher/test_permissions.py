@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm.errors import LaunchError
-from slurm.shared_root import group_warning, make_folder, refuse_shared
+from slurm.permissions import group_warning, make_folder, refuse_shared
 
 
 def folder(path: Path, mode: int) -> Path:

@@ -1,6 +1,6 @@
 """The batch script: golden files of one node and of several for each cluster, and what must never stand in one.
 
-python template_tests/launcher/test_render.py       # writes the golden files anew; look at what changed before a commit
+python template_tests/launcher/test_script.py       # writes the golden files anew; look at what changed before a commit
 """
 
 import os
@@ -22,8 +22,8 @@ from slurm import nccl
 from slurm.cluster import ROOT, load_cluster
 from slurm.cluster_file import Cluster
 from slurm.errors import LaunchError
-from slurm.render import Job, script
-from slurm.training import Shape
+from slurm.request import Shape
+from slurm.script import Job, script
 
 GOLDEN = ROOT / "template_tests/golden"
 SHIPPED = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml") if path.stem != "mine")

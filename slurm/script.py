@@ -17,7 +17,7 @@ from submitit.slurm.slurm import _make_sbatch_string
 from slurm import times
 from slurm.cluster_file import Cluster
 from slurm.errors import LaunchError
-from slurm.training import Shape
+from slurm.request import Shape
 
 # Lightning takes jobs of these names for interactive ones and starts a single process (Lightning 2.6.6, slurm.py).
 INTERACTIVE = ("bash", "interactive")
