@@ -9,7 +9,6 @@ both, also after a restart of the machine. Job numbers and logs stay. The settin
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import socket
@@ -70,9 +69,8 @@ class LocalCluster:
 
     def is_up(self) -> bool:
         """Return whether all six daemons run and all nodes take jobs."""
-        return len(self.running()) == len(self._daemons()) and self._ready()
-
-    def _ready(self) -> bool:
+        if self.running().keys() != self._daemons().keys():
+            return False
         states = self.states()
         return len(states) == len(NODES) and set(states.values()) <= READY
 
@@ -85,16 +83,14 @@ class LocalCluster:
         return {"munged": munged, "slurmctld": ["slurmctld", "-f", str(self.conf)], **slurmds}
 
     def up(self) -> bool:
-        """Start what does not run, and wait until all nodes take jobs; return False if there was nothing to do."""
+        """Start what does not run, and wait until all nodes take jobs; return False if all was running."""
         machine.refuse_another(self.conf)
         for name in ("etc", "dev", "run", "log", "state", "spool"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         with machine.locked(self.folder / "etc"):
-            machine.enter(self.conf, self.hosts_line, NODES)
-            if self.is_up():
-                return False
+            machine.enter(self.conf, self.hosts_line)
             missing = {name: command for name, command in self._daemons().items() if name not in self.running()}
-            if missing:  # else a node is on its way back, as from a job that has just ended
+            if missing:
                 self._write_files()
             for name, command in missing.items():
                 self._start(name, command)
@@ -121,66 +117,55 @@ class LocalCluster:
 
     def _start(self, name: str, command: list[str]) -> None:
         """Start a daemon, which goes to the background when it has started."""
-        if complaint := machine.start(command):
-            raise self._failure(f"{command[0]} does not start: {complaint}", name)
-        if not machine.wait(lambda: name in self.running(), 20):
-            raise self._failure(f"{command[0]} has ended", name)
+        complaint = machine.start(command)
+        if complaint or not machine.wait(lambda: name in self.running(), 20):
+            raise self._failure(f"{command[0]} does not start: {complaint or 'it has ended'}", name)
 
     def _wait_until_ready(self) -> None:
-        asked: set[str] = set()
+        resumed: set[str] = set()
 
-        def ready() -> bool:
+        def is_ready() -> bool:
             for name in self._daemons().keys() - self.running().keys():
                 raise self._failure(f"{name} has ended", name)
             for name, state in self.states().items():
                 # Down or drained since an earlier start, or by a job that could not be killed.
-                if name not in asked and state.rstrip("*").startswith(("down", "drain", "fail")):
-                    asked.add(name)
+                if name not in resumed and state.rstrip("*").startswith(("down", "drain", "fail")):
+                    resumed.add(name)
                     self.tool("scontrol", "update", f"nodename={name}", "state=resume")
-            return self._ready()
+            return self.is_up()
 
-        if not machine.wait(ready, PATIENCE):
-            states = self.states()
-            bad = [name for name in NODES if states.get(name) not in READY]
-            shown = ", ".join(f"{name} {state}" for name, state in states.items()) or "slurmctld does not answer"
-            raise self._failure(f"not all nodes came up in {PATIENCE} s: {shown}", bad[0] if states else "slurmctld")
+        if not machine.wait(is_ready, PATIENCE):
+            raise self._failure(f"not all nodes came up in {PATIENCE} s: {self.states()}", "slurmctld")
 
     def _failure(self, text: str, name: str) -> LaunchError:
         log = self.folder / f"log/{name}.log"
-        with contextlib.suppress(OSError):
-            lines = log.read_text(errors="replace").splitlines()[-12:]
-            cause = next((line for line in reversed(lines) if "error:" in line or "fatal:" in line), None)
-            text = "\n".join([f"{text}{f': {cause}' if cause else ''}", f"The end of {log}:", *lines])
-        return LaunchError(f"{text}\nTo start afresh: make cluster-down, then rm -r {self.folder}")
+        end = log.read_text(errors="replace").splitlines()[-12:] if log.exists() else []
+        afresh = f"To start afresh: make cluster-down, then rm -r {self.folder}"
+        return LaunchError("\n".join([text, f"The end of {log}:", *end, afresh]))
 
     def down(self) -> bool:
         """Cancel all jobs, stop what this cluster started, and restore /etc; return False if nothing was running."""
-        was_up = False
+        running: dict[str, int] = {}
         if self.folder.is_dir():
             with machine.locked(self.folder / "etc"):
-                was_up = self._stop()
+                running = self.running()
+                self._stop(running)
         machine.leave(self.conf, self.hosts_line)
-        return was_up
+        return bool(running)
 
-    def _stop(self) -> bool:
-        running = self.running()
+    def _stop(self, running: dict[str, int]) -> None:
         if "slurmctld" in running:
-            self._cancel_jobs()
+            if jobs := self._jobs():
+                self.tool("scancel", *jobs)
+            machine.wait(lambda: not self._jobs(), 60)
         for name, command in reversed(self._daemons().items()):  # munged last, the others talk through it
             if name in running:
                 self._end(running[name], command)
         for path in (self.folder / "run").glob("*"):
             path.unlink()
-        return bool(running)
 
-    def _cancel_jobs(self) -> None:
-        def jobs() -> list[str]:
-            return self.tool("squeue", "--noheader", "--format=%A").stdout.split()
-
-        if first := jobs():
-            self.tool("scancel", *first)
-            self.tool("scancel", "--signal=KILL", "--full", *first)
-        machine.wait(lambda: not jobs(), 60)
+    def _jobs(self) -> list[str]:
+        return self.tool("squeue", "--noheader", "--format=%A").stdout.split()
 
     def _end(self, pid: int, command: list[str]) -> None:
         """End a process and return when it is gone; slurmctld removes its pid file earlier than that."""
@@ -192,8 +177,6 @@ class LocalCluster:
 
 
 def _check_machine(install: bool) -> None:
-    if sys.platform != "linux":
-        raise LaunchError(f"the local Slurm needs Linux, this is {sys.platform}")
     if os.geteuid() != 0:
         raise LaunchError("starting and stopping daemons needs root: sudo make cluster-up (or cluster-down)")
     path = machine.environment()["PATH"]
@@ -201,7 +184,8 @@ def _check_machine(install: bool) -> None:
     if missing and install and shutil.which("apt-get", path=path):
         quiet = machine.environment(DEBIAN_FRONTEND="noninteractive")
         subprocess.run(("apt-get", "update", "-qq"), env=quiet, check=False)
-        missing = list(PROGRAMS) if subprocess.run(INSTALL, env=quiet, check=False).returncode else []
+        if subprocess.run(INSTALL, env=quiet, check=False).returncode == 0:
+            return
     if missing:
         raise LaunchError(
             f"{', '.join(missing)} not found; on Debian or Ubuntu `up --install` gets them: {' '.join(INSTALL)}"
@@ -209,13 +193,8 @@ def _check_machine(install: bool) -> None:
 
 
 def chosen_folder() -> Path:
-    """Return $LOCAL_SLURM or the usual folder."""
-    folder = Path(os.environ.get("LOCAL_SLURM") or FOLDER)
-    if not re.fullmatch("/[A-Za-z0-9._/-]{1,59}", str(folder)):  # a socket's path may have 108 characters
-        raise LaunchError(
-            f"LOCAL_SLURM: got {str(folder)!r}; expected an absolute path of at most 60 letters, digits and ._-/"
-        )
-    return folder
+    """Return $LOCAL_SLURM (a short path without spaces, as sockets lie there) or the usual folder."""
+    return Path(os.environ.get("LOCAL_SLURM") or FOLDER).absolute()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,10 +3,9 @@
 import contextlib
 import fcntl
 import os
-import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slurm.errors import LaunchError
@@ -66,8 +65,8 @@ def refuse_another(conf: Path) -> None:
         )
 
 
-def enter(conf: Path, hosts_line: str, names: Iterable[str]) -> None:
-    """Let sbatch find `conf`, and `names` resolve to this machine."""
+def enter(conf: Path, hosts_line: str) -> None:
+    """Let sbatch find `conf`, and the nodes' names resolve to this machine."""
     if not _leads_to(conf):
         LINK.parent.mkdir(parents=True, exist_ok=True)
         LINK.symlink_to(conf)
@@ -75,9 +74,6 @@ def enter(conf: Path, hosts_line: str, names: Iterable[str]) -> None:
     hosts = HOSTS.read_text()
     if hosts_line not in hosts:
         HOSTS.write_text(hosts + ("" if hosts.endswith("\n") or not hosts else "\n") + hosts_line)
-    for name in names:
-        if (address := socket.gethostbyname(name)) != "127.0.0.1":
-            raise LaunchError(f"{name} must be this machine, and {HOSTS} says {address}: take that line out")
 
 
 def leave(conf: Path, hosts_line: str) -> None:
