@@ -20,8 +20,9 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
 
 from slurm import nccl, times
-from slurm.cluster_file import KEYS, MEMORY, NEEDS, PROJECT, Cluster, Gpu, Word, flatten, nearest, read_file
+from slurm.cluster_file import KEYS, MEMORY, NEEDS, PROJECT, Cluster, Gpu, Word, flatten, read_file
 from slurm.errors import LaunchError, Parser
+from src.engine.text import nearest, table
 
 ROOT = Path(__file__).resolve().parent.parent
 MINE = "mine"
@@ -116,8 +117,7 @@ def describe(cluster: Cluster) -> list[str]:
             value = times.format_time(value)
         if value is not None and key not in ("name", "files"):
             rows += [(key, str(item)) for item in (value if isinstance(value, tuple) else [value])]
-    wide = max(len(key) for key, _ in rows)
-    return [f"{key:<{wide}}  {value}" for key, value in rows]
+    return table(rows).splitlines()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,11 +1,10 @@
 """What a cluster file may say, and how: YAML in, values out, or one line that says what is allowed."""
 
-import difflib
 import os
 import re
 import shlex
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -16,6 +15,10 @@ import yaml
 
 from slurm import nccl, times
 from slurm.errors import LaunchError
+from src.engine.config import read_config
+from src.engine.errors import UserError
+from src.engine.secret import SECRET
+from src.engine.text import nearest
 
 PROJECT = "project.yaml"
 NULL = ("null", "~")  # how YAML spells "no value"
@@ -131,12 +134,6 @@ KEYS |= {f"gpus.*.{name}": kind for name, kind in typing.get_type_hints(Gpu, inc
 KEYS |= {f"nccl.{section}.*": Line for section in nccl.SECTIONS}
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return ` (did you mean …?)` for a likely misspelling, else nothing."""
-    close = difflib.get_close_matches(name, list(candidates), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
 def flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested tables by dotted name."""
     found: dict[str, Any] = {}
@@ -151,9 +148,6 @@ def read_file(root: Path, file: str, kinds: Mapping[str, Any]) -> dict[str, Any]
 
     `kinds` has each key's annotation, an optional Form or a tuple of one; a `*` in a key stands for any name.
     """
-    from src.engine.config import read_config
-    from src.engine.errors import UserError
-
     try:
         # Keep values as they were typed: to YAML 1.1, 2:59:00 is the number 10740.
         content = read_config(str(root / file), file, yaml.BaseLoader)
@@ -175,8 +169,6 @@ def read_file(root: Path, file: str, kinds: Mapping[str, Any]) -> dict[str, Any]
 
 def read_value(value: object, kind: Any) -> Any:
     """Return the value that a text has as this kind; a ValueError says what it got and what is allowed."""
-    from src.engine.secret import SECRET
-
     if type(None) in typing.get_args(kind):  # X | None
         kind = typing.get_args(kind)[0]
     if typing.get_origin(kind) is tuple:

@@ -2,15 +2,12 @@
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from slurm import sbatch, script, times
 from slurm.request import Training, batch_text
 from slurm.script import Job
 from slurm.snapshot import Plan
-
-if TYPE_CHECKING:
-    from slurm.plan import Submission
+from slurm.submission import Submission
 
 
 def summary(jobs: Sequence[Job], training: Training, plan: Plan | None, points: int) -> list[str]:
@@ -59,7 +56,7 @@ def restarts(job: Job) -> str:
     return f"stops {job.lead} s before the limit, saves, and resumes in the next start; {most}"
 
 
-def show(submission: "Submission") -> None:
+def show(submission: Submission) -> None:
     """Print the whole of a dry run."""
     for job in submission.jobs:
         _section("script", f"sbatch --parsable {shlex.quote(str(job.folder))}/…_submission.sh", script.script(job))

@@ -35,6 +35,8 @@ from slurm.node import failed_rank as fallen
 from slurm.plan import find_run_root
 from slurm.resume import resume
 from slurm.status import State, hint, states
+from src.engine.errors import FileError
+from src.engine.text import table
 
 GPU_QUERY = "index,name,utilization.gpu,memory.used,memory.total,power.draw"
 GPU_SECONDS = 30
@@ -66,10 +68,8 @@ def list_runs(found: Sequence[State]) -> None:
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
     """Print aligned columns of equal keys; one that is empty in every row is left out."""
     names = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
-    lines = [names, *([row[name] for name in names] for row in rows)]
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines if names else ():
-        print("  ".join(f"{text:<{width}}" for text, width in zip(line, wide, strict=True)).rstrip())
+    if names:
+        print(table([names, *([row[name] for name in names] for row in rows)]))
 
 
 def logs(state: State, rank: int, err: bool, follow: bool, lines: int) -> None:
@@ -229,8 +229,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        from src.engine.errors import FileError
-
         print(f"error: {FileError(error)}", file=sys.stderr)
         return FileError(error).exit_code
     except KeyboardInterrupt:

@@ -8,7 +8,6 @@ import os
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,10 @@ from slurm.errors import LaunchError
 from slurm.permissions import group_warning
 from slurm.request import Shape, Training, choose_shape, given, read_training, refuse_secrets
 from slurm.script import CRASH_RETRIES, RESTARTS, SHORTEST, Job
-from slurm.submission import refuse_other_points
+from slurm.submission import Submission, refuse_other_points
+from src.engine.run.vanishing import vanishes
 
 CODE_IS_GONE = "the code of that submission is gone, {code}: submit the run anew with submit.py --name"
-
-
-@dataclass(frozen=True)
-class Submission:
-    """What will be submitted, and what is said of it."""
-
-    name: str
-    jobs: tuple[Job, ...]  # several are a race
-    snapshot: snapshot.Plan | None
-    points: tuple[grid.Point, ...]
-    summary: tuple[str, ...]
-    warnings: tuple[str, ...]
-    finished: bool
-    trust: bool  # --trust-run-root
-    argv: tuple[str, ...]
 
 
 def prepare(options: argparse.Namespace, overrides: Sequence[str], argv: Sequence[str]) -> Submission:
@@ -110,8 +95,6 @@ def _jobs(
 
 def _doubts(training: Training, cluster: Cluster, run_root: Path) -> list[str]:
     """Return warnings about what can be submitted and may not be meant."""
-    from src.engine.run.vanishing import vanishes
-
     found = [*_relative_paths(training), *_accelerator(training, cluster)]
     if cluster.name != "local" and (why := vanishes(run_root)):
         found.append(f"the run root {run_root} is {why}: set RUN_ROOT or scratch: to a folder that all nodes share")

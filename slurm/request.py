@@ -8,6 +8,10 @@ from typing import Any
 
 from slurm.cluster_file import Cluster, flatten
 from slurm.errors import LaunchError
+from src.engine.config import SUBCOMMANDS, config_files, read_config, with_defaults
+from src.engine.errors import UserError
+from src.engine.resolve.batch import plan_batches
+from src.engine.secret import secret_option
 
 # Options of `src.cli` that cannot stand behind `--`, where the launcher does not act on them.
 REFUSED = {
@@ -60,9 +64,6 @@ class Training:
 
 def read_training(configs: Sequence[str], overrides: Sequence[str]) -> Training:
     """Read the configuration files of a training command."""
-    from src.engine.config import SUBCOMMANDS, config_files, read_config, with_defaults
-    from src.engine.errors import UserError
-
     for name in _options(overrides):
         if name in REFUSED:
             raise LaunchError(REFUSED[name])
@@ -85,8 +86,6 @@ def read_training(configs: Sequence[str], overrides: Sequence[str]) -> Training:
 
 def refuse_secrets(arguments: Sequence[str]) -> None:
     """Refuse what looks like a key, token or password, without repeating it: arguments stand in scripts and logs."""
-    from src.engine.secret import secret_option
-
     if name := secret_option(arguments):
         raise LaunchError(
             f"{name} holds a key, token or password, which would stand in scripts and logs: let the environment hold "
@@ -146,8 +145,6 @@ def batch_text(training: Training, world_size: int) -> str:
 
     A batch that cannot be spread over so many is refused with those that fit.
     """
-    from src.engine.errors import UserError
-    from src.engine.resolve.batch import plan_batches
 
     def number(*names: str) -> int | None:
         values = [training.settings[name] for name in names if training.settings.get(name) is not None]

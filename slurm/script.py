@@ -18,6 +18,7 @@ from slurm import times
 from slurm.cluster_file import Cluster
 from slurm.errors import LaunchError
 from slurm.request import Shape
+from src.engine import exit_codes, stopped
 
 # Lightning takes jobs of these names for interactive ones and starts a single process (Lightning 2.6.6, slurm.py).
 INTERACTIVE = ("bash", "interactive")
@@ -133,8 +134,6 @@ def sbatch_lines(job: Job) -> str:
 
 def environment(job: Job) -> dict[str, str]:
     """Return what the script exports."""
-    from src.engine import stopped
-
     cluster = job.cluster
     variables = {
         "RUN_ROOT": str(job.run_root),
@@ -154,8 +153,6 @@ def environment(job: Job) -> dict[str, str]:
 
 def script(job: Job) -> str:
     """Return the text of the batch script: job.sh with each @mark@ replaced. A line whose mark is empty is left out."""
-    from src.engine import exit_codes
-
     quoted = shlex.quote
     values = {
         "sbatch": sbatch_lines(job),

@@ -4,7 +4,6 @@ Slurm's queue and the run's own files are enough; accounting (sacct) is asked to
 """
 
 import contextlib
-import json
 import shutil
 import sys
 import time
@@ -20,6 +19,8 @@ from slurm.node import history
 from slurm.sbatch import advice, ask
 from slurm.submission import adopt, all_records
 from slurm.times import format_time
+from src.engine import exit_codes
+from src.engine.files import read_json
 
 DOWN = "nodes are down or reserved: sinfo -R; another partition, or a --time that ends before"
 # Slurm's reason for a job that waits -> what that means and what to do.
@@ -237,8 +238,6 @@ def _state(
 
 def _why_ended(events: Sequence[Mapping[str, Any]]) -> str:
     """Return why a job's last start has ended, by its own note; "" where it has made none."""
-    from src.engine import exit_codes
-
     if not events or events[-1]["event"] != "end":
         return ""
     code = events[-1].get("code")
@@ -275,8 +274,7 @@ def _accounting(jobs: Iterable[str]) -> dict[str, str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    """Return the content of a file; {} also where it may not be read, as another user's."""
+    with contextlib.suppress(OSError):
+        return read_json(path)
+    return {}

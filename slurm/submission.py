@@ -15,18 +15,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slurm import race, sbatch, snapshot
 from slurm.cluster_file import Cluster
 from slurm.errors import LaunchError
+from slurm.grid import Point
 from slurm.permissions import make_folder, refuse_shared
 from slurm.script import Job, plain_command
-
-if TYPE_CHECKING:
-    from slurm.grid import Point
-    from slurm.plan import Submission
+from src.engine.files import replacing
 
 # A record without these keys, or with values of other types, is damaged.
 FIELDS = {
@@ -37,7 +36,22 @@ FIELDS = {
 }
 
 
-def submit_all(submission: "Submission", *, check: bool) -> int:
+@dataclass(frozen=True)
+class Submission:
+    """What will be submitted, and what is said of it."""
+
+    name: str
+    jobs: tuple[Job, ...]  # several are a race
+    snapshot: snapshot.Plan | None
+    points: tuple[Point, ...]
+    summary: tuple[str, ...]
+    warnings: tuple[str, ...]
+    finished: bool
+    trust: bool  # --trust-run-root
+    argv: tuple[str, ...]
+
+
+def submit_all(submission: Submission, *, check: bool) -> int:
     """Submit every job of it; return 0 if at least one is in the queue."""
     first = submission.jobs[0]
     _refuse_second(first)
@@ -68,7 +82,7 @@ def submit_all(submission: "Submission", *, check: bool) -> int:
     return 0
 
 
-def _submit(submission: "Submission", job: Job) -> str:
+def _submit(submission: Submission, job: Job) -> str:
     """Submit one job and return its number. If Slurm gives no clear answer the mark stays: the job may show up."""
     mark = _write(submission, job)
     try:
@@ -152,7 +166,7 @@ def _refuse_second(job: Job) -> None:
                 )
 
 
-def refuse_other_points(run_root: Path, points: Sequence["Point"]) -> None:
+def refuse_other_points(run_root: Path, points: Sequence[Point]) -> None:
     """Refuse a grid whose name belongs to one with other combinations: a run keeps its settings."""
     wanted = {point.run: point for point in points}
     for record in all_records(run_root) if points else ():
@@ -201,14 +215,12 @@ def _number(mark: Path, number: str) -> None:
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    from src.engine.files import replacing
-
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         temporary.chmod(0o644)  # whatever the umask: jobs.py resume does what it says
 
 
-def _write(submission: "Submission", job: Job) -> Path:
+def _write(submission: Submission, job: Job) -> Path:
     """Write the record of a job that has no number yet. It holds no environment, which may hold secrets."""
     content: dict[str, Any] = {
         "job": None,

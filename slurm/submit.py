@@ -28,8 +28,8 @@ from slurm import sbatch
 from slurm.cluster_file import KEYS
 from slurm.describe import show
 from slurm.errors import LaunchError, Parser
-from slurm.plan import Submission, prepare
-from slurm.submission import submit_all
+from slurm.plan import prepare
+from slurm.submission import Submission, submit_all
 
 
 def refuse_unknown(unknown: Sequence[str], options: Sequence[str]) -> None:

@@ -1,7 +1,10 @@
 """Who may import whom: the arrows of the layout, read from the source. docs/engine.md draws them."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -105,9 +108,32 @@ def test_no_module_is_named_for_nothing() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").rglob("*.py")), ids=lambda path: path.name)
 def test_the_launcher_loads_nothing_heavy(path: Path) -> None:
-    """slurm/ imports neither PyTorch nor Lightning, and of src/ only inside of functions what does not either."""
-    tree = ast.parse(path.read_text())
+    """slurm/ imports neither PyTorch nor Lightning, and of src/ only what does not either.
+
+    What runs inside a job looks first whether `src` is that of the job, and imports it inside of functions.
+    """
     assert not [name for name in imports(path) if name.split(".")[0] in HEAVY]
-    top = [node for node in tree.body if isinstance(node, ast.ImportFrom | ast.Import)]
-    names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in top]
-    assert not [name for name in names if (name or "").split(".")[0] == "src"]
+    top = ast.Module([node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)], [])
+    of_src = [node.module for node in top.body if isinstance(node, ast.ImportFrom) and str(node.module)[:3] == "src"]
+    assert not of_src or (path.parent.name != "node" and path.name != "race.py")
+
+
+def test_the_launcher_has_no_circle() -> None:
+    """The modules of slurm/ can be read one after the other, each after those that it imports."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "slurm").rglob("*.py")}
+    known = {name: {other for other in of_slurm(path) if other in files} for name, path in files.items()}
+    assert list(TopologicalSorter(known).static_order())  # a CycleError names the circle
+
+
+def of_slurm(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def test_what_the_launcher_imports_of_src_is_light() -> None:
+    """None of it, nor what it imports in turn, brings PyTorch along."""
+    names = {name for path in (ROOT / "slurm").rglob("*.py") for name in imports(path) if name.startswith("src.")}
+    code = f"import importlib, sys; [importlib.import_module(name) for name in {sorted(names)}]; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "lightning", "jsonargparse"} & set(done.stdout.split())

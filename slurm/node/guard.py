@@ -13,8 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from slurm.node import history, requeue
-from slurm.node import start as job
+from slurm.node import history, requeue, start
 
 LOOK_SECONDS = 60
 
@@ -46,18 +45,18 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--seconds", type=int, required=True, help="from now to the job's limit")
     parser.add_argument("--margin", type=int, required=True, help="seconds before the limit, for the requeue itself")
-    job.add_limits(parser)
+    start.add_limits(parser)
     options = parser.parse_args()
     wait(options.seconds, options.margin)
     from src.engine import stopped
 
     own, number = history.own_job(os.environ), int(os.environ.get("SLURM_RESTART_COUNT", 0))
-    used_up = job.limits(options).used_up(options.run, own, number + 1)
+    used_up = start.limits(options).used_up(options.run, own, number + 1)
     if stopped.read(options.run) or (options.run / "DONE").exists() or used_up:
         return 0  # the batch script is about to decide, or there is no other start
     why = f"training has not stopped {options.margin} s before the limit"
     history.note(options.run, own, "end", code=None, why=why)
-    requeue.requeue(options.run, why, job.say)
+    requeue.requeue(options.run, why, start.say)
     return 0
 
 

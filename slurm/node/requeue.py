@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm.node import failed_rank as fallen
-from slurm.node import history
+from slurm.node import failed_rank, history
 
 # Only Slurm knows whether a job is preempted. It requeues one that still runs at the end of its grace time.
 GRACE_SECONDS = 900
@@ -28,7 +27,6 @@ ASK_SECONDS, AGAIN_SECONDS = 120, 5
 REFUSED = re.compile(r"no scontrol|Invalid job id|denied|disabled|already")
 # How these signals end a rank that has no handler yet: SIGHUP, SIGUSR1, SIGUSR2, SIGTERM. With one it saves instead.
 UNHEARD = tuple(128 + number for number in (1, 10, 12, 15))
-STEP = re.compile(r"step=(\d+)\.ckpt")
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,9 @@ def _spent(run: Path, job: str) -> float:
 
 def saved_step(run: Path) -> int:
     """Return the step in the newest checkpoint's name, -1 if there is none. Training checks whether it is whole."""
-    names = (STEP.fullmatch(path.name) for path in run.glob("checkpoints/step=*.ckpt"))
-    return max((int(match[1]) for match in names if match), default=-1)
+    from src.engine.checkpoint.names import ours, step_in_name
+
+    return max(map(step_in_name, ours(run / "checkpoints", "newest")), default=-1)
 
 
 def stuck(run: Path, job: str) -> str | None:
@@ -85,16 +84,16 @@ def verdict(run: Path, code: int, batch: str) -> tuple[int, str | None]:
     """
     from src.engine import exit_codes, stopped
 
-    code = fallen.job_exit_code(batch, code)
+    code = failed_rank.job_exit_code(batch, code)
     if (run / "DONE").exists():
         return code, None
     if mark := stopped.read(run):
         return exit_codes.STOPPED, f"stopped by {mark['signal']} at step {mark['step']}, saved"
-    if "Out Of Memory" in " ".join(fallen.ends(batch).values()):
+    if "Out Of Memory" in " ".join(failed_rank.ends(batch).values()):
         return exit_codes.OUT_OF_MEMORY, None
     if code == exit_codes.BUSY:
         return code, "the run was in use or could not be saved (exit code 75)"
-    if code and not fallen.ends(batch) and NOT_LAUNCHED.search(batch):
+    if code and not failed_rank.ends(batch) and NOT_LAUNCHED.search(batch):
         return code, f"Slurm could not start the ranks (exit code {code})"
     if code in UNHEARD:
         return code, f"a signal came before training could save (exit code {code})"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from src.engine.checkpoint.choose import newest
-from src.engine.checkpoint.files import kind_by_name
+from src.engine.checkpoint.names import kind_by_name
 from src.engine.checkpoint.shards import PARTS, lacking
 from src.engine.errors import UserError
 from src.engine.run.directory import existing_run

@@ -13,7 +13,8 @@ from typing import Any
 
 from src.checkpoint.entries import files_of, look, restart_from
 from src.engine.checkpoint.choose import NoWholeCheckpointError
-from src.engine.checkpoint.files import ours, place_inside, step_in_name
+from src.engine.checkpoint.files import place_inside
+from src.engine.checkpoint.names import ours, step_in_name
 from src.engine.errors import UserError
 from src.engine.files import read_json
 from src.engine.run.lock import owner

@@ -1,11 +1,10 @@
 """Prepare the command line for Lightning's parser, and turn the parser's errors into one line."""
 
-import difflib
 import importlib
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import yaml
 
 from src.engine.errors import FileError, UserError
 from src.engine.secret import secret_option
+from src.engine.text import nearest
 
 if TYPE_CHECKING:  # the launcher reads files with this module and must start fast
     from jsonargparse import ArgumentParser
@@ -40,7 +40,7 @@ def with_defaults(argv: list[str], model_of_run: Callable[[str], str] | None = N
     if argv[0] in ("-c", "--config"):
         raise UserError(f"{argv[0]} belongs behind the subcommand; start with one of {', '.join(SUBCOMMANDS)}")
     if argv[0] not in SUBCOMMANDS:
-        near = _nearest(argv[0], SUBCOMMANDS)
+        near = nearest(argv[0], SUBCOMMANDS)
         raise UserError(f"{argv[0]!r} is no subcommand{near}; start with one of {', '.join(SUBCOMMANDS)}")
     if name := secret_option(argv):
         raise UserError(
@@ -81,7 +81,7 @@ def project_task() -> str:
     path = CONFIGS.parent / "project.yaml"
     project = read_config(str(path), "project.yaml") if path.exists() else {}
     for key in project.keys() - set(PROJECT_KEYS):
-        raise UserError(f"project.yaml: unknown key {key}{_nearest(str(key), PROJECT_KEYS)}")
+        raise UserError(f"project.yaml: unknown key {key}{nearest(str(key), PROJECT_KEYS)}")
     task = project.get("task")
     if task in (None, ""):
         raise UserError(f"no model and no task: --task NAME, or `task:` in project.yaml; {_known_tasks()}")
@@ -93,7 +93,7 @@ def project_task() -> str:
 def _task_file(task: object) -> Path:
     names = [file.stem for file in (CONFIGS / "tasks").glob("*.yaml")]
     if task not in names:
-        near, known = _nearest(str(task), names), _known_tasks()
+        near, known = nearest(str(task), names), _known_tasks()
         raise UserError(f"task {task!r} is unknown{near}; {known} (--task NAME, or `task:` in project.yaml)")
     return CONFIGS / "tasks" / f"{task}.yaml"
 
@@ -122,7 +122,7 @@ def read_config(path: str, name: str | None = None, loader: type[Any] = yaml.Saf
     if not file.is_file():
         shown = Path("configs") if Path.cwd() == CONFIGS.parent else CONFIGS
         known = [str(shown / file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yaml"))]
-        raise UserError(f"{name}: no such file{_nearest(path, known)}")
+        raise UserError(f"{name}: no such file{nearest(path, known)}")
     try:
         content = yaml.load(file.read_text(), loader)  # noqa: S506 one that makes no objects
     except OSError as error:
@@ -156,12 +156,12 @@ def explain(error: Exception, parser: "ArgumentParser", argv: list[str]) -> str:
         owner = re.search(r"Problem with given class_path '([^']+)'", text)
         name = f"{keys[0]}.init_args.{match[1]}" if keys else match[1]
         arguments = class_parameters(owner[1]) if owner else ()
-        near = _nearest(name, [f"{keys[0]}.init_args.{argument}" for argument in arguments])
+        near = nearest(name, [f"{keys[0]}.init_args.{argument}" for argument in arguments])
         return f"unknown key {name}{near}{_origin(name, argv)}"
     if match := re.search(r"does not accept option '([^']+)'", text) or re.search(
         r"unrecognized arguments: --([^\s=]+)", text
     ):
-        return f"unknown key {match[1]}{_nearest(match[1], _keys(parser))}{_origin(match[1], argv)}"
+        return f"unknown key {match[1]}{nearest(match[1], _keys(parser))}{_origin(match[1], argv)}"
     if match := re.search(r"unrecognized arguments: (.*)", text):
         return f"{match[1]!r} belongs to no option"
     if (given := re.search(r"Given value: ([\w.]+)$", text)) and _of_old_lightning(given[1]):
@@ -218,16 +218,6 @@ def _of_old_lightning(class_path: str) -> bool:
     except (ImportError, AttributeError, ValueError):
         return False
     return any(parent.__module__.startswith("pytorch_lightning") for parent in parents)
-
-
-def _nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return ` (did you mean …?)`; a key under the wrong parent is found by its last part."""
-    candidates = list(candidates)
-    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-    if not near:
-        last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(candidates)}
-        near = [last[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], last, n=1, cutoff=0.75)]
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _origin(key: str, argv: list[str]) -> str:

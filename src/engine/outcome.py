@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from src.engine import exit_codes
 from src.engine.checkpoint.best import SaveBest
-from src.engine.checkpoint.files import step_in_name
+from src.engine.checkpoint.names import step_in_name
 from src.engine.distributed import lost_a_rank
 from src.engine.errors import AgreedError, TrippedError, UserError, hint, of_a_file
 from src.engine.files import write_text

@@ -1,7 +1,8 @@
-"""Numbers and tables for people."""
+"""Word numbers, tables and likely misspellings for people."""
 
+import difflib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
@@ -49,3 +50,13 @@ def shorten(text: str, limit: int) -> str:
     """Return text as one line of at most `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return ` (did you mean …?)`; a key under the wrong parent is found by its last part."""
+    candidates = list(candidates)
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    if not near:
+        last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(candidates)}
+        near = [last[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], last, n=1, cutoff=0.75)]
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from src.engine.distributed import gather_objects as gather_objects
 from src.engine.errors import UserError
+from src.engine.text import nearest
 from src.strategies.ddp import DDP
 from src.strategies.fsdp import FSDP
 
@@ -57,5 +58,6 @@ def resolve_strategy(requested: object, world_size: int) -> object:
         raise UserError(f"trainer.strategy {requested} is for notebooks, a command starts its processes anew: use ddp")
     requested = SAME.get(requested, requested)
     if requested not in StrategyRegistry.available_strategies():
-        raise UserError(f"trainer.strategy {requested!r} is unknown; use one of {', '.join(NAMES)}")
+        near = nearest(requested, NAMES)
+        raise UserError(f"trainer.strategy {requested!r} is unknown{near}; use one of {', '.join(NAMES)}")
     return requested

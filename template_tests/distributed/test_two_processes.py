@@ -15,7 +15,7 @@ import torch
 
 from src.checkpoint.compare import differences, outcome
 from src.engine import exit_codes
-from src.engine.checkpoint.files import step_in_name
+from src.engine.checkpoint.names import step_in_name
 from template_tests.launchers import PROBE, TORCHRUN, srun
 from tests.commands import CPU, ROOT, SMALL, TWO, environment, losses, only_run, read_json, rows, train, weights
 from tests.small_task import SmallModule

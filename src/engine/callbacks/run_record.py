@@ -11,7 +11,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from src.engine.callbacks.throughput import Throughput
 from src.engine.checkpoint.best import SaveBest
-from src.engine.checkpoint.files import ours
+from src.engine.checkpoint.names import ours
 from src.engine.distributed import gather_objects, lost_a_rank
 from src.engine.errors import AgreedError, Stopped, TrippedError
 from src.engine.memory.usage import is_out_of_memory, peak_memory

@@ -9,7 +9,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from src.engine.checkpoint.choose import score_inside
-from src.engine.checkpoint.files import ours
+from src.engine.checkpoint.names import ours
 from src.engine.checkpoint.save import SaveNewest
 from src.engine.checkpoint.schedule import CheckpointSettings
 from src.engine.checkpoint.write import linked_or_said

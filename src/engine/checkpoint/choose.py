@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from src.engine import exit_codes
-from src.engine.checkpoint.files import fault, kind_by_name, resumable, steps_inside, why_damaged
+from src.engine.checkpoint.files import fault, resumable, steps_inside, why_damaged
+from src.engine.checkpoint.names import kind_by_name
 from src.engine.checkpoint.put_aside import free_name
 from src.engine.errors import UserError
 

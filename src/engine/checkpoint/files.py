@@ -1,7 +1,6 @@
 """Look into checkpoint files and check that they are whole. Needs torch alone, so that it starts fast."""
 
 import errno
-import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -9,44 +8,19 @@ from typing import Any
 import torch
 
 from src.engine.checkpoint import shards
+from src.engine.checkpoint.names import kind_by_name, ours, step_in_name
 from src.engine.files import TEMPORARY
 
 PENDING = "validation_pending"  # in a checkpoint: the validation after its last step comes first
-
-# What training itself saves under `checkpoints/`. A ModelCheckpoint of the user's writes there too, under other names.
-OURS = re.compile(r"(best-)?step=(\d{8,})")
 
 
 # Error numbers of a torn zip and of a missing file. With any other the disk refuses, whatever the file holds.
 DAMAGED = (None, errno.EINVAL, errno.ENOENT)
 
 
-def kind_by_name(path: Path) -> str:
-    """Return `newest`, `best`, or `other` for files of anybody else, which are neither deleted nor counted as ours."""
-    name = OURS.fullmatch(path.stem) if path.suffix == ".ckpt" else None
-    return "other" if name is None else "best" if name[1] else "newest"
-
-
 def is_of_a_run(path: Path) -> bool:
     """Return whether training is resumed from there: it is ours and not moved aside."""
     return path.parent.name == "checkpoints" and kind_by_name(path) != "other"
-
-
-def ours(folder: Path, kind: str) -> list[Path]:
-    """Return what training has saved of this kind, fewest steps first."""
-    return sorted((path for path in folder.glob("*.ckpt") if kind_by_name(path) == kind), key=step_in_name)
-
-
-def moved_aside(folder: Path) -> list[Path]:
-    """Return what training has saved and somebody has moved to a folder in `folder`, under a number more at times."""
-    return [path for path in sorted(folder.glob("*/*.ckpt")) if OURS.match(path.stem)]
-
-
-def step_in_name(path: Path) -> int:
-    """Return the step in the name of a file of ours."""
-    name = OURS.fullmatch(path.stem)
-    assert name is not None
-    return int(name[2])
 
 
 def why_damaged(error: Exception) -> str:

@@ -16,7 +16,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from src.engine.checkpoint.contents import Copies, plain
-from src.engine.checkpoint.files import fault, ours
+from src.engine.checkpoint.files import fault
+from src.engine.checkpoint.names import ours
 from src.engine.checkpoint.shards import FAILED, PARTS, await_parts, join, part_path, parts_of, sweep
 from src.engine.distributed import gather_objects
 from src.engine.files import replacing, sync, write_text

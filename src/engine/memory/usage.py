@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from src.engine.text import table
+
 GIB = 2**30
 STATE_BYTES = 16  # of a parameter in training: itself, its gradient and Adam's two moments, 4 each
 HOST = "DefaultCPUAllocator: can't allocate memory"
@@ -74,11 +76,10 @@ class Usage:
             "fragmentation: reserved by PyTorch, not allocated": self.fragmented,
             "other processes, CUDA and NCCL": self.others,
         }
-        known = {name: amount for name, amount in amounts.items() if amount is not None}
-        width = max(map(len, known))
-        table = [f"  {name:<{width}}  {gib(amount):>12}" for name, amount in known.items()]
+        rows = [(f"  {name}", gib(amount)) for name, amount in amounts.items() if amount is not None]
+        lines = table(rows, right=(1,)).splitlines()
         too_large = f"parameters, gradients and Adam alone take {gib(self.state)}, whatever the batch"
-        return [*table, too_large] if self.state > self.total else table
+        return [*lines, too_large] if self.state > self.total else lines
 
 
 def gib(amount: int) -> str:

@@ -29,7 +29,8 @@ import yaml
 
 from src.engine import stopped
 from src.engine.checkpoint.choose import NoWholeCheckpointError, newest
-from src.engine.checkpoint.files import clear_temporary, fault, moved_aside, ours, place_inside, rows_inside
+from src.engine.checkpoint.files import clear_temporary, fault, place_inside, rows_inside
+from src.engine.checkpoint.names import moved_aside, ours
 from src.engine.config import read_config
 from src.engine.errors import FileError, UserError
 from src.engine.files import read_json, write_text

@@ -18,7 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from src.engine.checkpoint import write as write_module
 from src.engine.checkpoint.best import SaveBest
 from src.engine.checkpoint.choose import newest
-from src.engine.checkpoint.files import clear_temporary, fault, ours, step_in_name, steps_inside
+from src.engine.checkpoint.files import clear_temporary, fault, steps_inside
+from src.engine.checkpoint.names import ours, step_in_name
 from src.engine.checkpoint.save import SaveNewest
 from src.engine.checkpoint.schedule import CheckpointSettings
 from src.engine.checkpoint.write import WholeFiles
