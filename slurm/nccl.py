@@ -26,54 +26,37 @@ class Rule(NamedTuple):
 
 _LEVELS = "LOC|NVL|NVB|C2C|PIX|PXB|P2C|PXN|PHB|SYS"
 RULES = (
+    Rule("NCCL_TIMEOUT", ".*", "nothing reads it; how long a collective may take is the strategy's `timeout`"),
     Rule(
-        "NCCL_TIMEOUT",
-        ".*",
-        "neither NCCL nor PyTorch reads it; how long a collective may take is the strategy's `timeout`",
-    ),
-    Rule(
-        "NCCL_IB_CUDA_SUPPORT|NCCL_IB_GDR_LEVEL|NCCL_TREE_THRESHOLD|NCCL_LL_THRESHOLD",
-        ".*",
-        "NCCL no longer reads it; leave it out",
+        "NCCL_(IB_CUDA_SUPPORT|IB_GDR_LEVEL|TREE_THRESHOLD|LL_THRESHOLD)", ".*", "NCCL no longer reads it; leave it out"
     ),
     Rule("NCCL_IB_DISABLE", "1", "nodes then talk over TCP, which is very slow; only for finding a fault"),
     Rule("NCCL_(P2P|SHM)_DISABLE", "1", "GPUs of a node then talk through a slower path; only for finding a fault"),
     Rule(
-        "NCCL_NET_GDR_LEVEL|NCCL_P2P_LEVEL",
+        "NCCL_(NET_GDR|P2P)_LEVEL",
         f"(?!(?-i:{_LEVELS})$).*",
-        "NCCL ignores other words without a message, and numbers are the old form; leave it out, or write LOC, PIX, "
-        "PXB, PHB or SYS in capitals",
+        "numbers are the old form, other words do nothing; leave it out or write LOC, PIX, PXB, PHB or SYS in capitals",
     ),
+    Rule("NCCL_NVLS_ENABLE", "1", "stops the job where the GPUs cannot do it; the default uses it where it works"),
     Rule(
-        "NCCL_NVLS_ENABLE",
-        "1",
-        "stops the job where the GPUs cannot do it; leave it out: the default uses it where it works",
-    ),
-    Rule(
-        "NCCL_SOCKET_IFNAME",
-        "[^=^].*",
-        "matches every interface that begins so; write =NAME for one, ^NAME for all but it",
+        "NCCL_SOCKET_IFNAME", "[^=^].*", "matches every interface that begins so; write =NAME, or ^NAME for all others"
     ),
     Rule(
         "NCCL_IB_HCA",
         "=[^,]+|[^,^=]+_[0-9]+(:[0-9]+)?",
-        "ties all GPUs of a node to one adapter; leave it out, or name every one that may be used: =mlx5_0,mlx5_1",
+        "ties all GPUs of a node to one adapter; name all: =mlx5_0,mlx5_1",
     ),
     Rule("NCCL_DEBUG", "INFO|TRACE", "fills the logs of every rank; WARN, and this only while finding a fault"),
     Rule(
         "NCCL_DEBUG_FILE",
         "(?!.*%h.*%p|.*%p.*%h).*",
-        "all processes would write over each other; put %h (host) and %p (process) into the name",
+        "all processes would write to one file; put %h and %p into the name",
     ),
-    Rule(
-        "NCCL_(ASYNC_ERROR_HANDLING|BLOCKING_WAIT|DESYNC_DEBUG)",
-        ".*",
-        "has been renamed: TORCH_{name}; the default is good, leave it out",
-    ),
+    Rule("NCCL_(ASYNC_ERROR_HANDLING|BLOCKING_WAIT|DESYNC_DEBUG)", ".*", "is TORCH_{name} now; leave it out"),
     Rule(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "0|1",
-        "0 lets a failed collective hang, 1 can hang while cleaning up; leave it out: 3, the default, ends the process",
+        "may hang after a failed collective; leave it out: 3, the default, ends the process",
     ),
 )
 

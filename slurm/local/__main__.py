@@ -117,9 +117,10 @@ class LocalCluster:
 
     def _start(self, name: str, command: list[str]) -> None:
         """Start a daemon, which goes to the background when it has started."""
-        complaint = machine.start(command)
-        if complaint or not machine.wait(lambda: name in self.running(), 20):
-            raise self._failure(f"{command[0]} does not start: {complaint or 'it has ended'}", name)
+        null, pipe, environment = subprocess.DEVNULL, subprocess.PIPE, machine.environment()
+        done = subprocess.run(command, cwd="/", env=environment, stdin=null, stdout=null, stderr=pipe, text=True)
+        if done.returncode or not machine.wait(lambda: name in self.running(), 20):
+            raise self._failure(f"{command[0]} does not start: {done.stderr.strip()}", name)
 
     def _wait_until_ready(self) -> None:
         resumed: set[str] = set()

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,15 +17,6 @@ def environment(**more: str) -> dict[str, str]:
     """Return the environment without a surrounding job's variables, and with sbin, where daemons are, on the path."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
     return clean | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/bin"} | more
-
-
-def start(command: list[str]) -> str | None:
-    """Start a daemon, which goes to the background by itself; return its error if it does not."""
-    null = subprocess.DEVNULL
-    done = subprocess.run(
-        command, cwd="/", env=environment(), stdin=null, stdout=null, stderr=subprocess.PIPE, text=True, check=False
-    )
-    return done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else None
 
 
 def command_line(pid: int) -> list[str]:
