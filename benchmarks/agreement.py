@@ -56,7 +56,7 @@ class Clock(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         if trainer.global_step // BLOCK % 2:
-            self.schedule.ask(trainer, self.schedule._pace, trainer.global_step)
+            self.schedule.ask(trainer, self.schedule._poll, trainer.global_step)
         if trainer.global_step % BLOCK == 0:
             now = time.perf_counter()
             self.blocks.append(now - self.began)

@@ -26,7 +26,7 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
     sys.path[:] = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
     from src.engine import streams
 
-    streams.outlast_readers()
+    streams.survive_closed_streams()
 
 from slurm import sbatch
 from slurm.cluster import load_cluster

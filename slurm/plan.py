@@ -20,7 +20,7 @@ from slurm.permissions import group_warning
 from slurm.request import Shape, Training, choose_shape, given, read_training, refuse_secrets
 from slurm.script import CRASH_RETRIES, RESTARTS, SHORTEST, Job
 from slurm.submission import Submission, refuse_other_points
-from src.engine.run.vanishing import vanishes
+from src.engine.run.temporary import is_temporary
 
 CODE_IS_GONE = "the code of that submission is gone, {code}: submit the run anew with submit.py --name"
 
@@ -96,7 +96,7 @@ def _jobs(
 def _doubts(training: Training, cluster: Cluster, run_root: Path) -> list[str]:
     """Return warnings about what can be submitted and may not be meant."""
     found = [*_relative_paths(training), *_accelerator(training, cluster)]
-    if cluster.name != "local" and (why := vanishes(run_root)):
+    if cluster.name != "local" and (why := is_temporary(run_root)):
         found.append(f"the run root {run_root} is {why}: set RUN_ROOT or scratch: to a folder that all nodes share")
     return found
 

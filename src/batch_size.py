@@ -28,7 +28,7 @@ from pathlib import Path
 if __name__ == "__main__":
     from src.engine import streams
 
-    streams.outlast_readers()
+    streams.survive_closed_streams()
 
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import LightningEnvironment

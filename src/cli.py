@@ -17,7 +17,7 @@ if __name__ == "__main__":  # the imports below take seconds, on a network's fil
     from src.engine import signals, streams
 
     signals.listen_while_importing()
-    streams.outlast_readers()
+    streams.survive_closed_streams()
 
 import torch
 import yaml
@@ -62,7 +62,7 @@ from src.engine.run.lock import release
 from src.engine.run.loggers import keep_wandb_run, run_loggers
 from src.engine.run.start_block import (
     finished_text,
-    manifest_facts,
+    manifest_fields,
     refuse_missing,
     refuse_without_data,
     resume_command,
@@ -73,7 +73,7 @@ from src.engine.trainer import ProjectTrainer, as_list, trainer_settings
 from src.engine.watchdog.callback import Watchdog
 from src.engine.watchdog.debug import debug_collectives
 from src.engine.watchdog.dump import record_collectives
-from src.engine.watchdog.limit import WatchdogSettings, fit_timeouts
+from src.engine.watchdog.settings import WatchdogSettings, fit_timeouts
 from src.strategies import is_ours, resolve_strategy
 from src.strategies.fsdp import choose_format
 
@@ -266,7 +266,7 @@ class ProjectCLI(StrictCLI):
             shutil.rmtree(run.path, ignore_errors=True)
 
     def _fit(self, arguments: dict[str, Any]) -> None:
-        facts = manifest_facts(self.model, self.resolved, self.trainer, self.settings)
+        facts = manifest_fields(self.model, self.resolved, self.trainer, self.settings)
         self.run = run = agree(self.trainer, lambda: self._open_run(facts))
         if run.state == "finished":
             if self.trainer.is_global_zero:

@@ -22,7 +22,7 @@ from pathlib import Path
 if __name__ == "__main__":
     from src.engine import streams
 
-    streams.outlast_readers()
+    streams.survive_closed_streams()
 
 from src.checkpoint.compare import differences, outcome
 from src.engine.files import TEMPORARY

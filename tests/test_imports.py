@@ -25,7 +25,7 @@ COMMANDS = (
 # The rooms and files of src/engine/, each of which imports only what stands before it, and nothing of the above.
 ENGINE = (
     *("moved", "exit_codes", "errors", "secret", "text", "nested", "cpus", "files", "streams"),
-    *("preparation", "signals", "stopped", "pace", "distributed", "config", "data", "checkpoint", "sharding"),
+    *("preparation", "signals", "stopped", "poll", "distributed", "config", "data", "checkpoint", "sharding"),
     *("watchdog", "rank_zero", "resolve", "run", "memory", "callbacks", "breaker"),
     *("agreement", "trainer", "lightning_cli", "outcome"),
 )
@@ -81,7 +81,7 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         ("engine/callbacks/x.py", "from src.models.net import Net"),
         ("engine/trainer.py", "from src.strategies import DDP"),
         ("engine/checkpoint/save.py", "from src.engine.run.directory import Run"),
-        ("engine/signals.py", "from src.engine import pace"),
+        ("engine/signals.py", "from src.engine import poll"),
         ("tasks/a/data.py", "from src.tasks.b import B"),
         ("tasks/a/data.py", "from src.engine.run.directory import Run"),
         ("strategies/fsdp.py", "from src.cli import main"),

@@ -19,7 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":
     from src.engine import streams
 
-    streams.outlast_readers()
+    streams.survive_closed_streams()
 
 from slurm.errors import LaunchError, Parser
 from slurm.local import machine

@@ -19,7 +19,7 @@ from typing import NoReturn
 if __name__ == "__main__":
     from src.engine import streams
 
-    streams.outlast_readers()
+    streams.survive_closed_streams()
 
 from src.checkpoint.compare import diff
 from src.checkpoint.entries import run_folder, run_or_file

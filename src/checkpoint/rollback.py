@@ -6,7 +6,7 @@ from pathlib import Path
 from src.checkpoint.entries import FOLDER, Entry, candidates, known_steps
 from src.checkpoint.status import SILENT, state_of
 from src.engine.checkpoint.files import fault
-from src.engine.checkpoint.put_aside import free_name
+from src.engine.checkpoint.move import free_name
 from src.engine.errors import UserError
 from src.engine.run.lock import hold, owner, release
 

@@ -23,7 +23,7 @@ from pathlib import Path
 if __name__ == "__main__":
     from src.engine import streams
 
-    streams.outlast_readers()
+    streams.survive_closed_streams()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # PyTorch logs a C++ stack for each failed connection
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # while PyTorch waits for others, no handler of Python's runs
@@ -33,7 +33,7 @@ import torch
 from src.engine.cpus import usable_cpus
 from src.engine.errors import AgreedError, FileError, UserError
 from src.engine.run.storage import run_root
-from src.engine.run.vanishing import filesystem
+from src.engine.run.temporary import filesystem
 
 WRITTEN = 64  # MiB that the speed is measured with
 LAUNCHED = {"TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "SLURM_STEPID"}  # one of them: torchrun or srun has started it

@@ -4,7 +4,7 @@ Inside a handler next to nothing is safe: it runs between any two instructions, 
 moments. Saving there would save half a step, and collectives there would wait for each other for ever (stock Lightning
 under SIGTERM with steps of 5 ms: 0 of 10 runs ended well).
 
-The way of a stop, by files of this folder: noted here; the ranks ask each other at moments that all know (pace.py,
+The way of a stop, by files of this folder: noted here; the ranks ask each other at moments that all know (poll.py,
 checkpoint/schedule.py); checkpoint/save.py saves, writes STOPPED (stopped.py) and raises `Stopped`, which src/cli.py
 turns into the exit code. callbacks/preemption.py keeps Lightning's own handlers away.
 """

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 
-class _Lasting(io.FileIO):
+class _NeverFailing(io.FileIO):
     """A file that leaves out what cannot be written: `| head` has ended, the terminal is gone, the disk is full."""
 
     def write(self, data: Any, /) -> int:
@@ -16,7 +16,7 @@ class _Lasting(io.FileIO):
             return len(data)
 
 
-def outlast_readers() -> None:
+def survive_closed_streams() -> None:
     """Make stdout and stderr last; to be called before anybody else holds on to them.
 
     A closed one (`>&-`) becomes /dev/null: else the next file that is opened gets its number, and what a library or
@@ -26,7 +26,7 @@ def outlast_readers() -> None:
         os.set_inheritable(free, True)
     os.close(free)
     for name, number in (("stdout", 1), ("stderr", 2)):
-        file = io.BufferedWriter(_Lasting(number, "w", closefd=False))
+        file = io.BufferedWriter(_NeverFailing(number, "w", closefd=False))
         encoding = getattr(getattr(sys, name), "encoding", None)
         # "replace": a terminal may not know ×
         setattr(sys, name, io.TextIOWrapper(file, encoding, errors="replace", line_buffering=True))

@@ -21,8 +21,8 @@ from src.engine.errors import AgreedError, UserError
 from src.engine.resolve.precision import keep_scale_on_host
 from src.engine.sharding.clipping import install_clipping
 from src.engine.sharding.forward import before_backward, wrap_as_forward
-from src.engine.sharding.full_state import local_rows, optimizer_like, shard_like, to_full
-from src.engine.sharding.parts import broadcast_from_rank_zero, persistent_buffers, reshard_all, sharded_modules
+from src.engine.sharding.placement import broadcast_from_rank_zero, persistent_buffers, reshard_all, sharded_modules
+from src.engine.sharding.whole_tensors import local_rows, optimizer_like, shard_like, to_full
 from src.engine.sharding.wrapping import find_units, norms_in_fp32
 from src.strategies.ddp import DDP
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from src.doctor import __main__ as doctor
-from src.engine.run import vanishing
+from src.engine.run import temporary
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run root that outlives the machine, whatever lies under it here."""
-    monkeypatch.setattr(vanishing, "NODE_LOCAL", ())
-    monkeypatch.setattr(vanishing, "VANISHING_FILESYSTEMS", ())
+    monkeypatch.setattr(temporary, "NODE_LOCAL", ())
+    monkeypatch.setattr(temporary, "VANISHING_FILESYSTEMS", ())
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
     return tmp_path / "runs"
 
@@ -69,7 +69,7 @@ def test_a_place_that_vanishes_is_a_warning(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A node's own disk may cost the run: said, and exit code 1."""
-    monkeypatch.setattr(vanishing, "NODE_LOCAL", (str(root.parent),))
+    monkeypatch.setattr(temporary, "NODE_LOCAL", (str(root.parent),))
     assert doctor.main(["--storage"]) == 1
     assert f"warning: the run root {root} is node-local" in capsys.readouterr().out
 

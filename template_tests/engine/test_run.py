@@ -17,12 +17,12 @@ import torch
 from src.engine.checkpoint.choose import NoWholeCheckpointError
 from src.engine.errors import UserError
 from src.engine.run import directory as module
-from src.engine.run import lock, vanishing
+from src.engine.run import lock, temporary
 from src.engine.run.directory import Run, find_run, newest_first, open_run
 from src.engine.run.lock import owner, release
 from src.engine.run.manifest import describe_start
 from src.engine.run.storage import require_room, run_root
-from src.engine.run.vanishing import filesystem
+from src.engine.run.temporary import filesystem
 from template_tests.checkpoints import saved
 
 CONFIG = "model:\n  width: 8\nseed_everything: 1\n"
@@ -31,9 +31,9 @@ CONFIG = "model:\n  width: 8\nseed_everything: 1\n"
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
     """A run root that nothing is doubtful about, wherever the tests keep their files."""
-    monkeypatch.setattr(vanishing, "NODE_LOCAL", ())
-    monkeypatch.setattr(vanishing, "filesystem", lambda _: "lustre")
-    for name in vanishing.NODE_LOCAL_VARIABLES:
+    monkeypatch.setattr(temporary, "NODE_LOCAL", ())
+    monkeypatch.setattr(temporary, "filesystem", lambda _: "lustre")
+    for name in temporary.NODE_LOCAL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "scratch"))
     return tmp_path / "scratch"
@@ -121,7 +121,7 @@ def test_a_node_local_run_root_is_said(monkeypatch, tmp_path, name):
 @pytest.mark.parametrize(("kind", "noted"), [("overlay", True), ("tmpfs", True), ("nfs4", False), ("ext4", False)])
 def test_a_file_system_that_vanishes_is_said(monkeypatch, kind, noted):
     """A run root on a container's or in-memory file system gets a note, one on a disk does not."""
-    monkeypatch.setattr(vanishing, "filesystem", lambda _: kind)
+    monkeypatch.setattr(temporary, "filesystem", lambda _: kind)
     assert [f"own {kind} file system" in note for note in run_root()[1]] == [True] * noted
 
 

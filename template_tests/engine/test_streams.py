@@ -20,7 +20,8 @@ COMMANDS = {
 def test_what_is_printed_goes_into_no_file_of_the_process(redirection: str, tmp_path: Path) -> None:
     """A file that is opened does not get the number of a closed stream, and the end is the program's own."""
     program = (
-        "import os, sys; from src.engine import streams; streams.outlast_readers(); file = open(sys.argv[1], 'w');"
+        "import os, sys; from src.engine import streams; streams.survive_closed_streams();"
+        "file = open(sys.argv[1], 'w');"
         "print('x' * 100000, flush=True); print('y', file=sys.stderr); os.system('echo z; echo z >&2');"
         "file.write(str(file.fileno() > 2)); sys.exit(7)"
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from src.engine.sharding.full_state import to_full
+from src.engine.sharding.whole_tensors import to_full
 from src.engine.sharding.wrapping import checkpoint_activations, compile_blocks
 from src.strategies import resolve_strategy
 from src.strategies.fsdp import FSDP

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 
 from src.engine.resolve.precision import CHOICES, resolve_precision
-from src.engine.sharding.full_state import to_full
+from src.engine.sharding.whole_tensors import to_full
 from src.strategies import NAMES, resolve_strategy
 from tests.tiny import loader, loaders, quiet_trainer
 

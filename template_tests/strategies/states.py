@@ -16,7 +16,7 @@ from src.engine.checkpoint.save import SaveNewest
 from src.engine.checkpoint.schedule import CheckpointSettings
 from src.engine.checkpoint.write import WholeFiles
 from src.engine.errors import UserError
-from src.engine.sharding.full_state import to_full
+from src.engine.sharding.whole_tensors import to_full
 from src.engine.sharding.wrapping import checkpoint_activations, compile_blocks
 from src.strategies import NAMES, resolve_strategy
 from src.strategies.fsdp import FSDP, choose_format

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from src.engine.breaker.rules import ADVICE, GRADIENT, LOSS, SKIPPED, BreakerSettings, Judge, Verdict
 from src.engine.callbacks.loss_scale import LossScale
 from src.engine.checkpoint.choose import newest
-from src.engine.checkpoint.put_aside import free_name, put_aside
+from src.engine.checkpoint.move import free_name, move_to
 from src.engine.checkpoint.write import save_in_front, saved_or_said
 from src.engine.errors import TrippedError, UserError
 from src.engine.resolve.precision import current_scale
@@ -234,7 +234,7 @@ def explain(trainer: Trainer, verdict: Verdict, resume_command: str, folder: Pat
     advice = ADVICE[verdict.rule]
     if folder is None:
         return f"{text}It keeps no checkpoints. Change first: {advice}"
-    moved = put_aside(folder, folder / UNHEALTHY, verdict.first)
+    moved = move_to(folder, folder / UNHEALTHY, verdict.first)
     for saver in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(saver, ModelCheckpoint) and Path(saver.best_model_path) in moved:
             saver.best_model_path, saver.best_model_score = "", None  # the summary must not name it

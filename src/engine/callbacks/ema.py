@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from src.engine.checkpoint.contents import AVERAGE
 from src.engine.errors import UserError
-from src.engine.sharding.full_state import shard_like
+from src.engine.sharding.whole_tensors import shard_like
 
 
 class EMA(Callback):

@@ -7,8 +7,8 @@ import torch
 
 from src.engine import exit_codes
 from src.engine.checkpoint.files import fault, resumable, steps_inside, why_damaged
+from src.engine.checkpoint.move import free_name
 from src.engine.checkpoint.names import kind_by_name
-from src.engine.checkpoint.put_aside import free_name
 from src.engine.errors import UserError
 
 QUARANTINE = "quarantine"

@@ -80,7 +80,7 @@ def _is_safe(value: Any) -> bool:
     return True
 
 
-class Copies:
+class HostCopies:
     """Copy states into the host's memory. The buffers are used again, as page-locked memory is slow to get.
 
     A second state of the run must fit into the memory of the host whose process writes.

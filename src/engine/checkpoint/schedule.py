@@ -10,7 +10,7 @@ from lightning import Trainer
 
 from src.engine import signals
 from src.engine.errors import UserError
-from src.engine.pace import Pace, largest
+from src.engine.poll import Poll, largest
 
 AGREE_SECONDS = 2.0  # between two questions of the ranks, each of a millisecond on slow CPUs (benchmarks/measured.md)
 
@@ -68,7 +68,7 @@ class CheckpointSettings:
 class Schedule:
     """Decide when a save is due, and when this start must stop: its time is over, or a signal has come to any rank.
 
-    The clock is rank 0's. All ranks learn of it, and of signals, about every two seconds (`Pace`).
+    The clock is rank 0's. All ranks learn of it, and of signals, about every two seconds (`Poll`).
 
     Args:
         settings: when to save
@@ -81,8 +81,8 @@ class Schedule:
         self._every_epoch = settings.every_epoch
         self._between = math.inf if settings.every_n_minutes is None else settings.every_n_minutes * 60
         self._limit = math.inf if limit is None else limit
-        self._pace = Pace(min(AGREE_SECONDS, self._between / 10, self._limit / 10))
-        self._validation_pace = Pace(AGREE_SECONDS)
+        self._poll = Poll(min(AGREE_SECONDS, self._between / 10, self._limit / 10))
+        self._validation_poll = Poll(AGREE_SECONDS)
         self._batch = self._common_batches = 0  # of a validation
         self.stop: str | None = None  # max_time, or the signal's name
 
@@ -90,13 +90,13 @@ class Schedule:
         """Start the clocks; the state that training begins with needs no save."""
         self._begun, self.stop, self._seen = time.monotonic(), None, -1
         self.saved(trainer)
-        self._pace.begin(trainer.global_step)
+        self._poll.begin(trainer.global_step)
 
     def saved(self, trainer: Trainer) -> None:
         """Note that the state of this step is saved."""
         self.step, self._epoch, self._up = trainer.global_step, trainer.current_epoch, False
         self._clock = time.monotonic()
-        self._pace.begin(self.step, later=1)
+        self._poll.begin(self.step, later=1)
 
     def due(self, trainer: Trainer) -> bool:
         """Return whether to save the state between two steps. Collective at the steps that all have agreed on."""
@@ -104,8 +104,8 @@ class Schedule:
         if step == self._seen:  # within a step, of which a batch may be a part only
             return False
         self._seen = step
-        if self._pace.due(trainer, step):
-            self._ask(trainer, self._pace, step)
+        if self._poll.due(trainer, step):
+            self._ask(trainer, self._poll, step)
         if step <= self.step:
             return False
         new_epoch = self._every_epoch and trainer.current_epoch > self._epoch
@@ -117,20 +117,20 @@ class Schedule:
         unknown = sys.maxsize if trainer.world_size == 1 else 0  # each rank may have another number
         self._common_batches = -largest([-int(count) if math.isfinite(count) else -unknown], trainer)[0]
         self._batch = 0
-        self._validation_pace.begin(0)
+        self._validation_poll.begin(0)
 
     def signal_in_validation(self, trainer: Trainer) -> bool:
         """Return whether a signal asks to stop before this batch. Collective at the batches that all have agreed on."""
         batch, self._batch = self._batch, self._batch + 1
-        if batch >= self._common_batches or not self._validation_pace.due(trainer, batch):
+        if batch >= self._common_batches or not self._validation_poll.due(trainer, batch):
             return False
-        self._ask(trainer, self._validation_pace, batch)
+        self._ask(trainer, self._validation_poll, batch)
         return self.stop not in (None, "max_time")
 
-    def _ask(self, trainer: Trainer, pace: Pace, count: int) -> None:
+    def _ask(self, trainer: Trainer, poll: Poll, count: int) -> None:
         """Learn what rank 0's clock says and what signals have come. Collective."""
         now = time.monotonic()
         clock = [int(now - self._clock >= self._between), int(now - self._begun >= self._limit)]
-        up, over, signal = pace.ask(trainer, count, [*(clock if trainer.is_global_zero else [0, 0]), signals.pending()])
+        up, over, signal = poll.ask(trainer, count, [*(clock if trainer.is_global_zero else [0, 0]), signals.pending()])
         self._up = bool(up)
         self.stop = signals.name(signal) if signal else "max_time" if over else None

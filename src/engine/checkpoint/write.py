@@ -15,7 +15,7 @@ from lightning import Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
-from src.engine.checkpoint.contents import Copies, plain
+from src.engine.checkpoint.contents import HostCopies, plain
 from src.engine.checkpoint.files import fault
 from src.engine.checkpoint.names import ours
 from src.engine.checkpoint.shards import FAILED, PARTS, await_parts, join, part_path, parts_of, sweep
@@ -46,7 +46,7 @@ class WholeFiles(TorchCheckpointIO):
         super().__init__()
         self.error: Exception | None = None
         self.lazily: tuple[str, ...] = ()  # what a strategy puts together by itself of a checkpoint in parts
-        self._copies = Copies()
+        self._copies = HostCopies()
         self._told = False  # that there is no memory for them
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -73,7 +73,7 @@ class WholeFiles(TorchCheckpointIO):
         try:
             copied = self._copies.of(state)
         except (RuntimeError, MemoryError) as error:  # page-locked memory has limits of its own
-            self._copies = Copies()
+            self._copies = HostCopies()
             if not self._told:
                 self._told = True
                 print(f"note: the state cannot be copied, so training waits for the disk ({error})".splitlines()[0])

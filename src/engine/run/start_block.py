@@ -77,7 +77,7 @@ def finished_text(run: Run, argv: list[str]) -> str:
     return "\n".join(lines + [f"note: {note}; to train it further: {further}" for note in run.notes])
 
 
-def manifest_facts(
+def manifest_fields(
     model: LightningModule, resolved: Resolution, trainer: Trainer, settings: Namespace
 ) -> dict[str, Any]:
     """Return what manifest.json holds beside code and machine."""

@@ -12,7 +12,7 @@ import torch
 
 from src.engine.distributed import gather_objects
 from src.engine.errors import AgreedError, FileError, UserError
-from src.engine.run.vanishing import vanishes
+from src.engine.run.temporary import is_temporary
 from src.engine.stopped import READ_BY_SCRIPT
 
 
@@ -42,7 +42,7 @@ def run_root(written: bool = True) -> tuple[Path, list[str]]:
         raise refused from error
     if READ_BY_SCRIPT not in os.environ:  # else the launcher has looked
         notes += _open_to_others(root)
-    if why := vanishes(root):
+    if why := is_temporary(root):
         notes.append(f"the run root {root} is {why}: set RUN_ROOT to a folder that outlives this machine")
     return root, notes
 

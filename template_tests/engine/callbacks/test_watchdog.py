@@ -17,8 +17,8 @@ from src.engine import exit_codes
 from src.engine.watchdog.callback import Watchdog
 from src.engine.watchdog.dump import COLLECTIVES, dump_collectives, dump_stacks, dumps, record_collectives
 from src.engine.watchdog.heartbeat import Sign
-from src.engine.watchdog.limit import WatchdogSettings, fit_timeouts
 from src.engine.watchdog.report import explain
+from src.engine.watchdog.settings import WatchdogSettings, fit_timeouts
 from src.strategies import DDP
 from tests.commands import CPU, ROOT, SMALL, environment, read_json
 from tests.tiny import Line, loader, quiet_trainer

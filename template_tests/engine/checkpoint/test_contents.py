@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from src.engine.checkpoint.choose import newest
-from src.engine.checkpoint.contents import Copies, plain, refuse_unsafe
+from src.engine.checkpoint.contents import HostCopies, plain, refuse_unsafe
 from src.engine.checkpoint.files import fault
 from src.engine.checkpoint.save import SaveNewest
 from src.engine.checkpoint.schedule import CheckpointSettings
@@ -96,7 +96,7 @@ def test_a_copy_is_of_its_moment() -> None:
     """What changes after it is not in it, tied weights stay one, and the next copy uses the same memory."""
     weight = torch.ones(3)
     state = {"a": weight, "tied": weight, "nested": [{"step": torch.tensor(1)}, "text"]}
-    copies = Copies()
+    copies = HostCopies()
     first = copies.of(state)
     weight.add_(1)
     state["nested"][0]["step"].add_(1)  # type: ignore[index]
@@ -177,7 +177,7 @@ def test_the_older_one_goes_when_the_new_one_is_whole(tmp_path: Path, monkeypatc
 
 def test_copies_keep_the_order_in_memory() -> None:
     """A tensor in channels_last is copied as one, as a save in front of training keeps it; the buffer is used again."""
-    copies, value = Copies(), torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    copies, value = HostCopies(), torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
     first = copies.of({"w": value})["w"]
     again = copies.of({"w": value + 1})["w"]
     assert first.stride() == value.stride()
@@ -193,7 +193,7 @@ def test_without_memory_for_a_copy_training_waits(
     def refuse(*_: object) -> None:
         raise RuntimeError("CUDA error: out of memory\nmore of it")
 
-    monkeypatch.setattr(Copies, "of", refuse)
+    monkeypatch.setattr(HostCopies, "of", refuse)
     files = WholeFiles()
     told: list[Exception | None] = []
     for step in (1, 2):

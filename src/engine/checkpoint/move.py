@@ -5,7 +5,7 @@ from pathlib import Path
 from src.engine.checkpoint.files import steps_inside
 
 
-def put_aside(folder: Path, target: Path, first: int) -> list[Path]:
+def move_to(folder: Path, target: Path, first: int) -> list[Path]:
     """Move what was saved after `first` steps or more to `target`; return where the moved files were.
 
     The step inside a file counts, not its name.

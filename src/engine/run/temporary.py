@@ -9,7 +9,7 @@ NODE_LOCAL_VARIABLES = ("TMPDIR", "SLURM_TMPDIR", "LOCAL_SCRATCH", "SLURM_SCRATC
 VANISHING_FILESYSTEMS = ("overlay", "tmpfs", "ramfs")
 
 
-def vanishes(root: Path) -> str | None:
+def is_temporary(root: Path) -> str | None:
     """Return why this folder will not be there tomorrow, or on another node; None where nothing says so."""
     resolved = root.resolve()
     local = [Path(value) for name in NODE_LOCAL_VARIABLES if (value := os.environ.get(name))]

@@ -23,7 +23,7 @@ def largest(values: list[int], trainer: Trainer) -> list[int]:
     return held.tolist()
 
 
-class Pace:
+class Poll:
     """Counts (of steps, of batches) at which the ranks ask, by rank 0's clock: each answer says when the next one is.
 
     Args:
