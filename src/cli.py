@@ -71,9 +71,8 @@ from src.engine.run.start_block import (
 from src.engine.sharding.wrapping import checkpoint_activations, compile_blocks
 from src.engine.trainer import ProjectTrainer, as_list, trainer_settings
 from src.engine.watchdog.callback import Watchdog
-from src.engine.watchdog.debug import debug_collectives
 from src.engine.watchdog.dump import record_collectives
-from src.engine.watchdog.settings import WatchdogSettings, fit_timeouts
+from src.engine.watchdog.settings import WatchdogSettings, debug_collectives, fit_timeouts
 from src.strategies import is_ours, resolve_strategy
 from src.strategies.fsdp import choose_format
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import statistics
 import sys
 import tempfile
 import threading
@@ -10,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from src.doctor import nccl_log
-from src.doctor.bus_bandwidth import bus_bandwidth, measure
 from src.doctor.rendezvous import Launch, enter, leave, meet, resolved
 from src.engine.distributed import gather_objects
 from src.engine.errors import AgreedError, UserError, hint
@@ -24,6 +25,9 @@ from src.engine.text import size
 
 NEVER = timedelta(days=1)  # `limited` ends the process before
 Line = tuple[str, str, bool]  # as src/doctor/__main__.py has them
+SIZES = {"gloo": (2**16, 2**20, 2**24), "nccl": (2**20, 2**25, 2**28)}  # bytes
+REPEATS = {"gloo": 4, "nccl": 20}  # all-reduces between two looks at the clock
+ROUNDS = 5  # of which the median counts
 
 
 def group(launch: Launch, seconds: float) -> Iterator[Line]:
@@ -163,3 +167,33 @@ def _refuse_shared(devices: list[dict[str, Any]]) -> None:
     for (host, gpu), count in used.items():
         if count > 1:
             raise AgreedError(f"{count} ranks share one GPU of {host} ({gpu}): start one process for each GPU")
+
+
+# --- measuring ---
+
+
+def measure(backend: str, device: torch.device) -> list[tuple[int, float]]:
+    """Return bytes and seconds of one all-reduce of fp32, for each size, after a check of a sum. Collective."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    total = torch.full((1000,), rank + 1.0, device=device)
+    torch.distributed.all_reduce(total)
+    if not bool((total == world_size * (world_size + 1) / 2).all()):
+        raise UserError(f"rank {rank}: an all-reduce over {backend} gives a wrong sum, {total[0].item():g}")
+    return [(size, _seconds(size, REPEATS[backend], device)) for size in SIZES[backend]]
+
+
+def _seconds(size: int, repeats: int, device: torch.device) -> float:
+    tensor = torch.zeros(size // 4, device=device)
+    moments = []
+    for _ in range(ROUNDS + 1):  # the first round makes connections
+        for _ in range(repeats):
+            torch.distributed.all_reduce(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        moments.append(time.perf_counter())
+    return statistics.median(end - begin for begin, end in pairwise(moments)) / repeats
+
+
+def bus_bandwidth(size: int, seconds: float, world_size: int) -> float:
+    """Return GB/s (10⁹ bytes) as nccl-tests has it: what every link carries, whatever the number of ranks."""
+    return 2 * (world_size - 1) / world_size * size / seconds / 1e9

@@ -109,6 +109,13 @@ def test_no_copied_folder_holds_links_or_programs() -> None:
             assert not os.access(ROOT / name, os.X_OK), name
 
 
+def test_a_project_is_small_enough_to_look_through() -> None:
+    """Two hundred files at most arrive with a new project."""
+    copied = {name.replace(DOT, ".") for name in QUESTIONS["_copy_without_render"]} | RENDERED
+    arriving = [name for name in listed() if any(name == item or name.startswith(f"{item}/") for item in copied)]
+    assert 100 < len(arriving) <= 200
+
+
 def test_there_are_eight_questions_with_readable_texts() -> None:
     """Nobody answers nine; every choice is explained where its value does not explain itself."""
     asked = [key for key in QUESTIONS if not key.startswith("_")]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.engine.watchdog.debug import debug_collectives
+from src.engine.watchdog.settings import debug_collectives
 from tests.commands import SMALL, TWO, train
 
 VARIABLES = ("NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG")

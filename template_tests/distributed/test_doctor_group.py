@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from src.doctor import __main__ as doctor
-from src.doctor.bus_bandwidth import bus_bandwidth
-from src.doctor.group import _refuse_shared
+from src.doctor.group import _refuse_shared, bus_bandwidth
 from src.engine.errors import AgreedError
 from template_tests.launchers import TORCHRUN, srun
 from tests.commands import ROOT, environment

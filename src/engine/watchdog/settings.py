@@ -1,12 +1,16 @@
-"""Settings of the watchdog, and how long a collective may wait."""
+"""Apply the settings of the watchdog: its limit, how long a collective may wait, what PyTorch itself reports."""
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from src.engine.errors import UserError
 
 COLLECTIVE_MINUTES = 30.0  # Lightning's default
+QUIET = ("", "VERSION", "WARN")  # of NCCL_DEBUG; a cluster's file sets WARN, which INFO contains
 
 
 @dataclass
@@ -55,3 +59,17 @@ def fit_timeouts(strategy: Any, minutes: float | None, settings: WatchdogSetting
             f"{collective:g} minutes (collective_timeout_minutes), and nothing says which rank it was"
         )
     return 60 * own, notes
+
+
+def debug_collectives() -> None:
+    """Have NCCL and PyTorch report at INFO, here and in the processes started here; a value that says more stays.
+
+    Call it before there is a process group. PyTorch's own C++ messages also need TORCH_CPP_LOG_LEVEL=INFO, which it
+    reads when it is imported: set that by hand. DETAIL is not set: it waits for all ranks in every collective, and
+    torch 2.13 crashes with it.
+    """
+    if os.environ.get("NCCL_DEBUG", "").upper() in QUIET:
+        os.environ["NCCL_DEBUG"] = "INFO"
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF":
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+    torch.distributed.set_debug_level_from_env()

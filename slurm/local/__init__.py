@@ -1,1 +1,0 @@
-"""Set up a local Slurm of four nodes, for `python -m slurm.local`."""

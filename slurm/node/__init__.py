@@ -1,1 +1,0 @@
-"""Run inside a job, on its first node: before, beside and after training."""
