@@ -15,8 +15,8 @@ from src.cli import ProjectCLI, main
 from src.engine import exit_codes
 from src.engine.errors import UserError
 from src.engine.memory.callback import OutOfMemory
-from src.engine.memory.report import AS_CLASS, EACH, advice, with_setting
-from src.engine.memory.usage import GIB, Usage, is_on_host, is_out_of_memory, unusable
+from src.engine.memory.report import AS_CLASS, EACH, advice
+from src.engine.memory.usage import GIB, Usage, is_on_host, is_out_of_memory
 from src.engine.stopped import READ_BY_SCRIPT
 from template_tests.crash import Cramped
 from template_tests.launchers import TORCHRUN, srun
@@ -86,12 +86,6 @@ def test_the_hosts_allocator_is_recognized() -> None:
 def test_other_errors_are_not(error: Exception) -> None:
     """Neither other failures nor a text that only speaks of it."""
     assert not is_out_of_memory(error)
-
-
-def test_the_message_tells_the_fragmentation() -> None:
-    """It is from the moment of the failure, in whatever unit; a message without it tells nothing."""
-    assert unusable(CUDA_SAYS) == round(512.5 * 2**20)
-    assert unusable("CUDA out of memory.") is None
 
 
 # --- who held what ---
@@ -232,21 +226,17 @@ def test_gradients_are_divided_where_fsdp_would_keep_whole_ones(options: list[st
 @pytest.mark.parametrize(
     "given",
     [
-        "--trainer.strategy fsdp_full_shard",
-        "--trainer.strategy fsdp_shard_grad_op",
-        "--trainer.strategy fsdp_hybrid_shard",
         f"{AS_CLASS} --trainer.strategy.reduce_dtype bfloat16 --trainer.strategy.static_graph true",
         f"{AS_CLASS} --trainer.strategy.ranks_per_shard 2 --trainer.strategy.timeout 0:05:00",
     ],
 )
 @pytest.mark.usefixtures("run_root")
-def test_a_strategy_can_be_given_more_settings(given: str) -> None:
-    """With what has to stand in front it is the same strategy, and one more setting is one more."""
+def test_a_strategy_that_is_given_by_class_keeps_its_settings(given: str) -> None:
+    """It is the same strategy, and one more setting is one more; a name stands for no settings to be kept."""
     command = ["fit", *TWO, *TASK, *given.split()]
-    cli = ProjectCLI(command)
-    before: Any = cli.trainer.strategy
-    more = with_setting(before, cli.settings.trainer.strategy, EACH)
-    after: Any = ProjectCLI([*command, *more.split()]).trainer.strategy
+    before: Any = ProjectCLI(command).trainer.strategy
+    assert EACH in pasted(*given.split())
+    after: Any = ProjectCLI([*command, *EACH.split()]).trainer.strategy
     for name in ("reshard_after_forward", "ranks_per_shard", "reduce_dtype", "cpu_offload", "_timeout"):
         assert getattr(after, name) == getattr(before, name)
     assert [made._ddp_kwargs.get("static_graph", False) for made in (before, after)] == ["static_graph" in given] * 2

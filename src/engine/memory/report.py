@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from src.engine import exit_codes
@@ -81,12 +80,13 @@ def advice(
     if on_gpu and usage is not None and usage.on_host:
         return [("", "fewer loader processes (--data.num_workers), or more memory of the host (Slurm: --mem)")]
     training = trainer.state.fn in (None, TrainerFn.FITTING)
-    strategy, given = trainer.strategy, settings.trainer.strategy
-    fsdp: Any = strategy if hasattr(strategy, "ranks_per_shard") else None  # FSDP's own setting
+    fsdp: Any = trainer.strategy if hasattr(trainer.strategy, "ranks_per_shard") else None  # FSDP's own setting
     divisible = several and resolved.is_ours and not (fsdp and fsdp.cpu_offload)
     divided = fsdp is not None and fsdp.reshard_after_forward and fsdp.ranks_per_shard is None
     by_class = "--trainer.strategy.reshard_after_forward true --trainer.strategy.ranks_per_shard null"
-    full_shard = by_class if fsdp and not isinstance(given, str) else "--trainer.strategy fsdp_full_shard"
+    given_by_class = fsdp is not None and not isinstance(settings.trainer.strategy, str)
+    full_shard = by_class if given_by_class else "--trainer.strategy fsdp_full_shard"
+    as_class = "" if given_by_class else f"{AS_CLASS} "
     keeps_gradients = fsdp is not None and training and not fsdp.sync_every_micro_batch
     blocks, compiled, recomputes = _has_blocks(model), settings.compile, settings.activation_checkpointing
     batch = " ".join(resolved.smaller_batch if model.automatic_optimization or not training else [])
@@ -107,7 +107,7 @@ def advice(
         (fits and resolved.plan is None, "", "the data brings its own batches: make them smaller, and accumulate more"),
         (
             keeps_gradients and (batch or trainer.accumulate_grad_batches > 1),
-            with_setting(fsdp, given, EACH),
+            as_class + EACH,
             "fsdp keeps whole gradients while a step accumulates; this divides them after each micro batch",
         ),
         (
@@ -122,7 +122,7 @@ def advice(
         ),
         (
             divisible and on_gpu and training,
-            with_setting(fsdp, given, f"--trainer.strategy.cpu_offload true {EACH}"),
+            f"{as_class}--trainer.strategy.cpu_offload true {EACH}",
             "parameters, gradients and optimizer state in the host's memory: many times slower",
         ),
         (on_gpu, "", "cards with more memory, or more cards: under fsdp each holds a smaller part"),
@@ -140,17 +140,3 @@ def _has_blocks(model: LightningModule) -> bool:
 def _is_fragmented(usage: Usage) -> bool:
     much = (usage.fragmented or 0) > WORTH_A_SETTING * usage.total
     return much and "expandable_segments" not in os.environ.get("PYTORCH_ALLOC_CONF", "")
-
-
-def with_setting(fsdp: Any, given: Any, setting: str) -> str:
-    """Return a setting of fsdp behind what must stand in front of it, so that a strategy keeps the settings it has.
-
-    One that is given by class keeps them; one that is given by name has to be named by class, with what it stands for.
-    """
-    if fsdp is None:
-        return f"{AS_CLASS} {setting}"
-    if not isinstance(given, str):
-        return setting
-    strategy, options = StrategyRegistry[given]["strategy"], StrategyRegistry[given]["init_params"]
-    named = f"--trainer.strategy {strategy.__module__}.{strategy.__qualname__}"
-    return " ".join([named, *(f"--trainer.strategy.{name} {value}" for name, value in options.items()), setting])
