@@ -5,14 +5,12 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from lightning import Callback, LightningModule, Trainer
 
 from src.engine import exit_codes
@@ -49,7 +47,7 @@ class Watchdog(Callback):
 
     The hooks only note their name and the time; threads do the rest. One gives signs of life in the process group's
     store. One looks at the clock, and asks the store only through `within`: it hangs as well while the process that
-    serves it is stopped. On rank 0 of a training a third one writes the heartbeat.
+    serves it is stopped. On rank 0 of a training a third one writes the heartbeat, for which the disk may take long.
 
     A rank whose limit has passed reads the signs of all ranks twice: at fault are ranks whose sign has not changed in
     between, else those that have come less far than the others. One rank prints that. Each writes its Python stacks to
@@ -60,7 +58,7 @@ class Watchdog(Callback):
 
     Args:
         limit: seconds without an event; None: nothing is ended
-        folder: the run directory, for the dumps and the heartbeat; None: a temporary folder, and no heartbeat
+        folder: the run directory, for the dumps and the heartbeat
         tell: called on rank 0 with the report's first line, for a record; may hang
         resume_command: resumes the run
 
@@ -69,16 +67,15 @@ class Watchdog(Callback):
     def __init__(
         self,
         limit: float | None,
-        folder: Path | None = None,
+        folder: Path,
         tell: Callable[[str], object] | None = None,
         resume_command: str = "the same command",
     ) -> None:
-        self.limit, self.folder, self.tell = limit, folder or Path(tempfile.mkdtemp()), tell
-        self.resume_command = resume_command
+        self.limit, self.folder, self.tell, self.resume_command = limit, folder, tell, resume_command
         self.pulse = PULSE if limit is None else min(PULSE, limit / 4)
-        self.heartbeat = None if folder is None else Heartbeat(folder)
         self.event = Event("starting", time.monotonic(), 0)
         self._threads: list[threading.Thread] = []
+        self._lost_store = False
 
     # --- what began last: all that happens on the hot path ---
 
@@ -110,13 +107,7 @@ class Watchdog(Callback):
         loop._on_before_fetch = note_fetch  # type: ignore[method-assign]
 
     def begin(self, event: str, allowed: float = 0.0) -> None:
-        """Note an event.
-
-        Args:
-            event: begins now
-            allowed: seconds that it may take beyond the limit
-
-        """
+        """Note an event that begins now, and the seconds that it may take beyond the limit."""
         self.event = Event(event, time.monotonic() + allowed, self.event.number + 1)
 
     # --- the threads' life ---
@@ -128,16 +119,12 @@ class Watchdog(Callback):
         self._trainer, self._main = trainer, threading.get_ident()
         self._ended = ended = threading.Event()
         self._rank_zero: Sign | None = None  # its newest sign: all that is known of it when it cannot serve the store
-        self._peers: Peers | None = None  # None too where they cannot be reached any more
-        rank, world_size = trainer.global_rank, trainer.world_size
-        store = None
-        if world_size > 1 and torch.distributed.is_initialized():
-            store = torch.distributed.distributed_c10d._get_default_store()
-            self._peers = Peers(store, rank, world_size)
-            self._start(self._publish, self._peers, ended)
-        if rank == 0 and stage == "fit" and self.heartbeat is not None:
-            self.heartbeat.write(trainer.global_step, [])
-            self._start(self._beat, self.heartbeat, store and Peers(store, rank, world_size), ended)
+        self._peers = Peers(trainer.global_rank, trainer.world_size)
+        self._start(self._publish, ended)
+        if trainer.is_global_zero and stage == "fit":
+            heartbeat = Heartbeat(self.folder)
+            heartbeat.write(trainer.global_step, [])
+            self._start(self._beat, heartbeat, ended)
         if self.limit is not None:
             self._start(self._watch, self.limit, ended)
 
@@ -151,8 +138,8 @@ class Watchdog(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave word for ranks that may wait for this one in vain."""
         self.begin(f"ended with {type(exception).__name__}")
-        if self._threads and (peers := self._peers) is not None:
-            within(2, lambda: peers.publish(self._sign()))
+        if self._threads:
+            within(2, lambda: self._peers.publish(self._sign()))
         self._stop()
 
     def _stop(self) -> None:
@@ -175,21 +162,20 @@ class Watchdog(Callback):
             line=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "-",
         )
 
-    def _publish(self, peers: Peers, ended: threading.Event) -> None:
+    def _publish(self, ended: threading.Event) -> None:
         """Give signs of life, and note rank 0's."""
         try:
             while not ended.is_set():
-                peers.publish(self._sign())
-                self._rank_zero = peers.latest(0) or self._rank_zero
+                self._peers.publish(self._sign())
+                self._rank_zero = self._peers.latest(0) or self._rank_zero
                 ended.wait(self.pulse if self._rank_zero else self.pulse / 20)
         except Exception:  # the process that serves the store has ended; the clock needs no store
             return
 
-    def _beat(self, heartbeat: Heartbeat, peers: Peers | None, ended: threading.Event) -> None:
+    def _beat(self, heartbeat: Heartbeat, ended: threading.Event) -> None:
         """Write the heartbeat until the run ends in order, then remove it."""
         while not ended.wait(HEARTBEAT_SECONDS):
-            signs = within(LAST_WORDS, peers.latest_of_all) if peers else [self._sign()]
-            heartbeat.write(self._trainer.global_step, signs or [])
+            heartbeat.write(self._trainer.global_step, within(LAST_WORDS, self._peers.latest_of_all) or [])
         heartbeat.remove()
 
     def _watch(self, limit: float, ended: threading.Event) -> None:
@@ -207,27 +193,18 @@ class Watchdog(Callback):
 
     def _diagnose(self, limit: float) -> tuple[str, bool]:
         """Return the report as this rank sees it, and whether it is the rank that prints it."""
-        peers, mine = self._peers, self._sign()
-        if peers is None:
-            return explain([mine], [], limit), True
-        if (signs := within(4 * self.pulse + LAST_WORDS, lambda: self._compare_signs(peers))) is not None:
-            return explain(*signs, limit), within(LAST_WORDS, peers.claim_report) is not False
-        # The store's server is stopped or gone: rank 0, unless torchrun serves it.
-        self._peers, first = None, self._rank_zero
-        if mine.rank == 0 or first is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            known, silent = [mine], []
-        else:
-            known, silent = [first, mine], [0]
-        text = explain(known, silent, limit)
-        if len(known) < peers.world_size:
-            text += "\n  of the other ranks nothing is known: the store of the process group does not answer"
-        return text, True
+        if (signs := within(4 * self.pulse + LAST_WORDS, self._compare_signs)) is not None:
+            return explain(*signs, limit), within(LAST_WORDS, self._peers.claim_report) is not False
+        # The process that serves the store is stopped or gone: rank 0, or torchrun, most likely with its machine.
+        mine, self._lost_store = self._sign(), True
+        text = explain([mine], [], limit) if mine.rank == 0 else explain([self._rank_zero, mine], [0], limit)
+        return f"{text}\n  the process group's store does not answer: nothing is known of other ranks", True
 
-    def _compare_signs(self, peers: Peers) -> tuple[list[Sign | None], list[int]]:
+    def _compare_signs(self) -> tuple[list[Sign | None], list[int]]:
         """Return every rank's newest sign, and the ranks that have given no new one for a while."""
-        before = peers.latest_of_all()
+        before = self._peers.latest_of_all()
         time.sleep(2.5 * self.pulse)
-        after = peers.latest_of_all()
+        after = self._peers.latest_of_all()
         return after, [new.rank for old, new in zip(before, after, strict=True) if new and old == new]
 
     def _end(self, report: str, prints: bool) -> None:
@@ -247,7 +224,7 @@ class Watchdog(Callback):
             child.kill()
         # A launcher ends all ranks when one leaves: the others have written their stacks, and rank 0 its checkpoint.
         if trainer.world_size > 1:
-            time.sleep(2 * self.pulse if rank == 0 or self._peers is None else LAST_SAVE + LAST_WORDS)
+            time.sleep(2 * self.pulse if rank == 0 or self._lost_store else LAST_SAVE + LAST_WORDS)
         kill = getattr(trainer.strategy.launcher, "kill", None)
         if kill is not None:
             kill(signal.SIGKILL)  # the ranks that this process has started

@@ -41,8 +41,5 @@ def _over_nccl() -> bool:
 
 def record_collectives(folder: Path) -> None:
     """Have PyTorch write its record into `folder` by itself if a collective times out first; what is set stays."""
-    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / COLLECTIVES))
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives; the default of late
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / COLLECTIVES))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

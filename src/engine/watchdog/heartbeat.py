@@ -21,65 +21,45 @@ from src.engine.files import write_text
 from src.engine.text import duration
 
 HEARTBEAT_FILE = "heartbeat"
-HEARTBEAT_SECONDS: float = 10
+HEARTBEAT_SECONDS: float = 10  # between two writes
 STALE_SECONDS = 30
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A rank's sign of life.
-
-    Args:
-        rank: of the process
-        host: where it runs
-        pid: its process id on that host
-        clock: when it was given, in seconds since 1970 by the host's clock; no two signs of a rank are equal
-        step: optimizer steps done
-        doing: the event that began last
-        since: seconds since it began
-        events: how many events have begun; the rank with the fewest is behind
-        line: the line of Python code where its main thread is
-
-    """
+    """A rank's sign of life."""
 
     rank: int
     host: str
     pid: int
-    clock: float
-    step: int
-    doing: str
-    since: float
-    events: int
-    line: str
+    clock: float  # when it was given, by the host's clock: no two signs of a rank are equal
+    step: int  # optimizer steps done
+    doing: str  # the event that began last
+    since: float  # seconds since it began
+    events: int  # how many events have begun; the rank with the fewest is behind
+    line: str  # of Python code, where its main thread is
 
 
 class Heartbeat:
-    """Write the file.
-
-    How long a rank has been silent is measured by this process's clock, as those of the hosts may differ.
-
-    Args:
-        folder: of the run
-
-    """
+    """Write the file. Rank 0's clock measures how long a rank has been silent, as those of the hosts may differ."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / HEARTBEAT_FILE
-        self._heard: dict[int, tuple[Sign | None, float]] = {}  # each rank's newest sign, and when it was first seen
+        self._heard: dict[int, tuple[Sign, float]] = {}  # each rank's newest sign, and when it was first seen
 
     def write(self, step: int, signs: Sequence[Sign | None]) -> None:
-        """Replace the file; an empty list says that the ranks' signs could not be read this time."""
+        """Replace the file. A rank of which there is no sign this time stays as it was, and is silent for longer."""
         now = time.monotonic()
-        for rank, sign in enumerate(signs):
-            if rank not in self._heard or self._heard[rank][0] != sign:
-                self._heard[rank] = sign, now
+        for sign in signs:
+            if sign is not None and (sign.rank not in self._heard or self._heard[sign.rank][0] != sign):
+                self._heard[sign.rank] = sign, now
         content = {
             "written": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
             "step": step,
-            "ranks": [_row(rank, sign, now - heard) for rank, (sign, heard) in self._heard.items()],
+            "ranks": [_row(sign, now - heard) for _, (sign, heard) in sorted(self._heard.items())],
         }
         with suppress(OSError):  # a full disk; the next write may succeed
             write_text(self.path, json.dumps(content) + "\n")
@@ -90,11 +70,9 @@ class Heartbeat:
             self.path.unlink(missing_ok=True)
 
 
-def _row(rank: int, sign: Sign | None, silent: float) -> dict[str, Any]:
-    if sign is None:
-        return {"rank": rank, "silent": silent}
+def _row(sign: Sign, silent: float) -> dict[str, Any]:
     return {
-        "rank": rank,
+        "rank": sign.rank,
         "host": sign.host,
         "step": sign.step,
         "doing": sign.doing,
@@ -106,10 +84,7 @@ def _row(rank: int, sign: Sign | None, silent: float) -> dict[str, Any]:
 def rank_rows(heartbeat: dict[str, Any], now: float | None) -> list[dict[str, Any]]:
     """Return the heartbeat's rows with `age`, the seconds since a rank's last sign, and whether that is too long.
 
-    Args:
-        heartbeat: content of the file
-        now: seconds since 1970; None for a run that has ended, whose signs do not grow older
-
+    `now` is None for a run that has ended: its signs do not grow older.
     """
     passed = 0.0 if now is None else max(0.0, now - heartbeat.get("written", now))
     rows = [row | {"age": row["silent"] + passed} for row in heartbeat.get("ranks", [])]
@@ -119,7 +94,5 @@ def rank_rows(heartbeat: dict[str, Any], now: float | None) -> list[dict[str, An
 def rank_line(row: dict[str, Any]) -> str:
     """Describe one row for people."""
     stale = "stale: " if row["stale"] else ""
-    if "step" not in row:
-        return f"{stale}no sign of life yet, for {duration(row['age'])}"
     doing = f'at "{row["doing"]}" for {duration(row["since"])}'
     return f"{stale}step {row['step']}, {doing}, on {row['host']}, last sign of life {duration(row['age'])} ago"

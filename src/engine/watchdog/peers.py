@@ -15,13 +15,15 @@ Answer = TypeVar("Answer")
 
 
 class Peers:
-    """The signs of all ranks, and who reports a hang, in a store that one process serves.
+    """The signs of all ranks, and who reports a hang, in the store of the process group; alone in one of its own.
 
-    Every method blocks while that process is stopped, whatever timeout the store has (torch 2.13): call it through
-    `within` where that must not hold up the caller.
+    Every method blocks while the process that serves the store is stopped, whatever timeout it has (torch 2.13): call
+    it through `within` where that must not hold up the caller.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
+        group = torch.distributed.distributed_c10d
+        store: Any = group._get_default_store() if torch.distributed.is_initialized() else torch.distributed.HashStore()
         # A connection of its own: a store answers one thread at a time, and the main thread may wait in it for long.
         self._store: Any = torch.distributed.PrefixStore("watchdog", store.clone())
         self.rank, self.world_size = rank, world_size

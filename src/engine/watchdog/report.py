@@ -5,8 +5,6 @@ from collections.abc import Collection, Sequence
 from src.engine.text import duration
 from src.engine.watchdog.heartbeat import Sign
 
-MOST = 8  # lines about the ranks that wait
-
 
 def explain(signs: Sequence[Sign | None], silent: Collection[int], limit: float) -> str:
     """Return one line that names the ranks at fault, and one line for each place where others wait.
@@ -15,7 +13,7 @@ def explain(signs: Sequence[Sign | None], silent: Collection[int], limit: float)
     come to where the others wait. If all have begun equally many, all are named.
 
     Args:
-        signs: the newest of every rank
+        signs: the newest of every rank, from rank 0
         silent: the ranks whose sign has not changed for a while
         limit: seconds without an event after which it is a hang
 
@@ -27,25 +25,17 @@ def explain(signs: Sequence[Sign | None], silent: Collection[int], limit: float)
     if living and not (gone or never):
         fewest = min(sign.events for sign in living)
         behind = [sign for sign in living if sign.events == fewest]
-    faults = [_silence(sign) for sign in gone]
+    faults = [
+        f"rank {sign.rank} on {sign.host} gives no sign of life: it was last seen at {_place(sign)}; its process "
+        f"{sign.pid} is stopped (SIGSTOP), dead, or its machine is gone"
+        for sign in gone
+    ]
     if never:
         faults.append(f"{ranks_text(never)} never gave a sign of life")
     faults += _places(behind)
     waiting = _places([sign for sign in living if sign not in behind])
-    lines = [f"error: nothing has happened for {duration(limit)} (watchdog.minutes): " + "; ".join(faults)]
-    lines += [f"  {place}" for place in waiting[:MOST]]
-    if len(waiting) > MOST:
-        lines.append(f"  and {len(waiting) - MOST} more")
-    return "\n".join(lines)
-
-
-def _silence(sign: Sign) -> str:
-    if sign.doing.startswith("ended"):
-        return f"rank {sign.rank} on {sign.host} {sign.doing} after step {sign.step}"
-    return (
-        f"rank {sign.rank} on {sign.host} gives no sign of life: it was last seen at {_place(sign)}; its process "
-        f"{sign.pid} is stopped (SIGSTOP), dead, or its machine is gone"
-    )
+    first = f"error: nothing has happened for {duration(limit)} (watchdog.minutes): " + "; ".join(faults)
+    return "\n  ".join([first, *waiting])
 
 
 def _place(sign: Sign) -> str:

@@ -34,31 +34,24 @@ class WatchdogSettings:
 
 
 def fit_timeouts(strategy: Any, minutes: float | None, settings: WatchdogSettings) -> tuple[float | None, list[str]]:
-    """Set how long collectives wait; return the watchdog's limit in seconds, and notes on settings without an effect.
+    """Set how long a collective waits, before the process group starts, in minutes: None leaves what the strategy has.
 
-    Args:
-        strategy: of the trainer, before its process group starts
-        minutes: for a collective; None: as the strategy has it, else 30
-        settings: of the watchdog
-
+    Return the watchdog's limit in seconds, None without one, and a note if it comes too late.
     """
-    notes, distributed = [], hasattr(strategy, "_timeout")
+    distributed = hasattr(strategy, "_timeout")
     if minutes is not None and distributed:
         strategy._timeout = timedelta(minutes=minutes)
-    elif minutes is not None:
-        notes.append("collective_timeout_minutes has no effect: one process waits for no other")
     collective = strategy._timeout.total_seconds() / 60 if distributed and strategy._timeout else COLLECTIVE_MINUTES
     if not settings.enabled:
-        if settings.minutes is not None:
-            notes.append("watchdog.minutes has no effect with watchdog.enabled false")
-        return None, notes
-    own = collective * 2 / 3 if settings.minutes is None else settings.minutes
-    if distributed and own >= collective:
-        notes.append(
-            f"watchdog.minutes {own:g} comes too late where a rank skips a collective: the others end after "
-            f"{collective:g} minutes (collective_timeout_minutes), and nothing says which rank it was"
-        )
-    return 60 * own, notes
+        return None, []
+    limit = collective * 2 / 3 if settings.minutes is None else settings.minutes
+    if not distributed or limit < collective:
+        return 60 * limit, []
+    note = (
+        f"watchdog.minutes {limit:g} comes too late where a rank skips a collective: the others end after "
+        f"{collective:g} minutes (collective_timeout_minutes), and nothing says which rank it was"
+    )
+    return 60 * limit, [note]
 
 
 def debug_collectives() -> None:

@@ -207,8 +207,3 @@ def test_a_heartbeat_without_ranks_has_no_lines(tmp_path: Path) -> None:
     for content in ('{"written": 1.0}', "[1"):
         (run / "heartbeat").write_text(content)
         assert facts(run)["ranks"] == []
-
-
-def test_a_rank_that_has_not_come_yet() -> None:
-    """It has no step."""
-    assert rank_line({"rank": 1, "silent": 5.0, "age": 5.0, "stale": False}) == "no sign of life yet, for 5 s"
