@@ -133,8 +133,8 @@ def test_a_python_that_goes_at_the_end_is_no_end_of_the_run(project: Project) ->
     (job,) = project.submit(*ONE, "--", *TRAIN)
     begun(project)
     code = Path(project.seen("gpt")[0]["file"]).parents[1] / "slurm"
-    (code / "job.py").chmod(0o644)
-    (code / "job.py").write_text("raise ImportError('gone')")
+    (code / "node/start.py").chmod(0o644)
+    (code / "node/start.py").write_text("raise ImportError('gone')")
     slurm("scancel", "--signal=USR2", f"{job}.0")
     project.wait(job, "FAILED")
     assert field(job, "ExitCode") == f"{exit_codes.STOPPED}:0"
