@@ -1,4 +1,4 @@
-"""What a cluster file may say, and how: YAML in, values out, or one line that says what is allowed."""
+"""Read a cluster file: YAML in, values out, or one line that says what is allowed."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Grids: `"trainer.max_steps=100,200 model.lr=1e-3,3e-4"` is four runs, as one Slurm array."""
+"""Expand a grid: `"trainer.max_steps=100,200 model.lr=1e-3,3e-4"` is four runs, as one Slurm array."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""NCCL's environment in a cluster file: what may stand there, and what does nothing or harms.
+"""Say which of NCCL's variables a cluster file may set, and which do nothing or harm.
 
 NCCL finds the links by itself. Its manual keeps variables in scripts only to describe a system it cannot see (which
 network interface, which adapters); the rest are for finding a fault, and come out again when it is found. RULES was

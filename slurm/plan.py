@@ -1,4 +1,4 @@
-"""From options to jobs: everything that is decided before anything is written or submitted."""
+"""Decide from the options which jobs to submit, before anything is written."""
 
 import argparse
 import dataclasses

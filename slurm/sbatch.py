@@ -1,4 +1,4 @@
-"""Slurm's own commands: what is asked of them, and what is made of their answers."""
+"""Ask Slurm by its own commands, and read their answers."""
 
 import os
 import re

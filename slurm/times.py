@@ -1,4 +1,4 @@
-"""Time limits as Slurm writes them, in which `24:00` is 24 minutes."""
+"""Read and write time limits as Slurm does, where `24:00` is 24 minutes."""
 
 import re
 from datetime import timedelta

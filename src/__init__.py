@@ -1,4 +1,4 @@
-"""Commands, and what is yours: tasks/, models/, strategies/. The machinery is in engine/."""
+"""Hold the commands and what is yours (tasks/, models/, strategies/); the machinery is in engine/."""
 
 import sys
 

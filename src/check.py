@@ -1,4 +1,4 @@
-"""Check commands of `src.cli` for another machine: what they would be refused for there is said here.
+"""Resolve commands of `src.cli` for another machine, and say here what would be refused there.
 
     python -m src.check a100:8.0 fit --config configs/a100_n1_gpu4.yaml    # the card and its compute capability
     python -m src.check cpu - < commands.json                              # lists of arguments: the first that is wrong

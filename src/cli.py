@@ -1,4 +1,4 @@
-"""The entry point, to be read top to bottom.
+"""Train and evaluate: the entry point, to be read top to bottom.
 
     python -m src.cli fit --config configs/a100_n1_gpu4.yaml
     python -m src.cli test --config configs/cpu.yaml --run NAME

@@ -1,4 +1,4 @@
-"""`diff`: whether two runs came to the same, to the last bit, and where they did not."""
+"""`diff`: compare two runs to the last bit."""
 
 import csv
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Signals that ask a training to stop: a handler that notes them and does nothing else.
+"""Note signals that ask a training to stop, and do nothing else in the handler.
 
 Inside a handler next to nothing is safe: it runs between any two instructions, on ranks that are signalled at different
 moments. Saving there would save half a step, and collectives there would wait for each other for ever (stock Lightning

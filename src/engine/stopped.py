@@ -1,4 +1,4 @@
-"""STOPPED, the file in a run directory that says: a signal came, the state is saved, the next start resumes.
+"""Write and read STOPPED in a run directory: a signal came, the state is saved, the next start resumes.
 
 The job's batch script reads it. It names the start that wrote it: one that an earlier start has left means nothing.
 Without PyTorch, as the launcher reads it.

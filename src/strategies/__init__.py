@@ -1,4 +1,4 @@
-"""Names for `trainer.strategy`. A new strategy is a file in this folder and one line here.
+"""Register the names for `trainer.strategy`. A new strategy is a file in this folder and one line here.
 
 They work with a Trainer of your own, too, as soon as this package is imported:
 

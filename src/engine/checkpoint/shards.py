@@ -1,4 +1,4 @@
-"""Checkpoints in parts: a `step=….ckpt` whose sharded tensors are in files that each rank has written.
+"""Write and read checkpoints in parts: a `step=….ckpt` whose sharded tensors are in files that each rank has written.
 
     checkpoints/step=00000500.ckpt                       everything else, and the names of the parts; written last
     checkpoints/shards/step=00000500-3f2a91c4.0-of-2.pt  rank 0's rows of every sharded tensor, by name

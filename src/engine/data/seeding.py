@@ -1,4 +1,4 @@
-"""Seeds by (seed, epoch, sample), so that random numbers do not depend on which process draws them when."""
+"""Derive seeds from (seed, epoch, sample), so that random numbers do not depend on which process draws them when."""
 
 import random
 from collections.abc import Sequence

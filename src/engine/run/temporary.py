@@ -1,4 +1,4 @@
-"""Tell folders that will not be there tomorrow, or on another node. Without PyTorch, as the launcher uses it too."""
+"""Tell whether a folder will be gone tomorrow or is missing on other nodes. Without PyTorch, for the launcher."""
 
 import os
 import re
