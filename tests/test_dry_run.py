@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT
+from tests.commands import ROOT, TASK
 
 
 def submit(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -20,7 +20,7 @@ def submit(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     own |= {"PATH": str(tools), "RUN_ROOT": str(tmp_path / "runs")}
     return subprocess.run(
-        [sys.executable, "slurm/submit.py", "--cluster", "local", *arguments, "--dry-run"],
+        [sys.executable, "slurm/submit.py", "--cluster", "local", *arguments, "--dry-run", "--", *TASK],
         cwd=ROOT,
         env=own,
         capture_output=True,
