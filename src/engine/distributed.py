@@ -22,13 +22,8 @@ def gather_objects(value: Any) -> list[Any]:
     """Return every rank's `value`, in the order of the ranks. Collective; a single process gets its own.
 
     It travels pickled and, under this project's strategies, over gloo from one host's memory to the other's: a large
-    state takes no GPU memory on the way.
-
-    Args:
-        value: anything that can be pickled. Tensors that are on a GPU, also in dictionaries, lists and tuples, come in
-            the host's memory: pickled as they are, each would claim memory on its sender's GPU from every rank. What is
-            like a dictionary comes as a plain one
-
+    state takes no GPU memory on the way. Tensors on a GPU, also in dictionaries, lists and tuples, come in the host's
+    memory: pickled as they are, each would claim memory on its sender's GPU from every rank.
     """
     value = rebuild(value, lambda _, leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf)
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -59,9 +59,14 @@ def run_to_its_end(cli: Any) -> int:
             print(f"interrupted at step {step}; continue with: {resume}", file=sys.stderr)
         return code
     except Exception as error:
-        facts = (cli.memory, cli.trainer, cli.model, cli.resolved, cli.settings, cli.resume_command)
-        code = explain_memory(error, *facts) or report(error)
-        return _of_the_lost(cli.trainer.strategy.launcher) if code == exit_codes.LOST_A_RANK else code
+        if is_out_of_memory(error):
+            facts = (cli.memory, cli.trainer, cli.model, cli.resolved, cli.settings, cli.resume_command)
+            explain_memory(error, *facts)
+            return exit_codes.OUT_OF_MEMORY
+        code, launcher = report(error), cli.trainer.strategy.launcher
+        started = [child.poll() for child in getattr(launcher, "procs", [])]
+        lost = code == exit_codes.LOST_A_RANK or exit_codes.OUT_OF_MEMORY in started
+        return _of_the_lost(launcher) if lost else code
     return cli.exit_code
 
 
@@ -70,6 +75,8 @@ def _of_the_lost(launcher: object) -> int:
     ended = ended_badly(launcher)
     for rank, code in ended.items():
         print(f"local rank {rank} ended with exit code {code}", file=sys.stderr)
+    if exit_codes.OUT_OF_MEMORY in ended.values():
+        return exit_codes.OUT_OF_MEMORY
     return next((code for code in ended.values() if code != exit_codes.LOST_A_RANK), exit_codes.LOST_A_RANK)
 
 

@@ -17,13 +17,8 @@ def rank_zero_work(trainer: Trainer, what: str, hours: float = 24.0) -> Iterator
             if mine:
                 ...
 
-    The others wait at the end, over gloo and without a timeout; where rank 0's process dies they end with an error.
-
-    Args:
-        trainer: of this run
-        what: for the watchdog, which says so where it takes longer than `hours`
-        hours: after which it counts as hung
-
+    The others wait at the end, over gloo and without a timeout; if rank 0's process dies they end with an error. After
+    so many hours it counts as a hang at `what`.
     """
     watchdogs = [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]  # type: ignore[attr-defined]
     for watchdog in watchdogs:

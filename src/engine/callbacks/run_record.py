@@ -43,8 +43,7 @@ class RunRecord(Callback):
         speed: Throughput,
     ) -> None:
         self.run, self.world_size, self.facts = run, facts["world_size"], facts
-        self.start_lines, self.resume_command = start_lines, resume_command
-        self._speed = speed
+        self.start_lines, self.resume_command, self._speed = start_lines, resume_command, speed
         self._started = time.monotonic()
         self._before = run.read_json("summary.json").get("wall_time_seconds", 0.0)
         self._useful_before = 0.0
@@ -76,25 +75,18 @@ class RunRecord(Callback):
             logger.log_hyperparams(self.facts)
         print(table(self.start_lines), flush=True)
         old = self.run.read_json("manifest.json")
-        earlier = (
-            [
-                *old.pop("earlier_starts", []),
-                {key: old[key] for key in ("started", "host", "commit", "step", "command")},
-            ]
-            if old
-            else []
-        )
-        manifest = self.facts | {"step": self.run.step, "command": self.resume_command}
-        self.run.write_json(
-            "manifest.json", manifest | describe_start(self.run, self.cards) | {"earlier_starts": earlier}
-        )
+        earlier = old.pop("earlier_starts", [])
+        if old:
+            earlier.append({key: old[key] for key in ("started", "host", "commit", "step", "command")})
+        start = {"step": self.run.step, "command": self.resume_command, "earlier_starts": earlier}
+        self.run.write_json("manifest.json", self.facts | describe_start(self.run, self.cards) | start)
         self.write(trainer, "running")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._useful_since = time.monotonic()
 
     def _useful_seconds(self) -> float:
-        """Return the seconds of training that led to the current state; what was lost and repeated counts once."""
+        """Return the seconds of training that led to the current state, without steps that were lost."""
         since = 0.0 if self._useful_since is None else time.monotonic() - self._useful_since
         return round(self._useful_before + since, 1)
 
@@ -115,16 +107,14 @@ class RunRecord(Callback):
         if isinstance(exception, Stopped):
             self.write(trainer, f"stopped by {exception}")
             return
-        error = f"{type(exception).__name__}: {exception}".strip(": ")
-        reason = _reason(exception)
-        if reason == "lost a rank" and self.run.read_json("summary.json").get("exit_reason") == "out of memory":
-            return  # the rank that ran out of memory has written it
-        self.write(trainer, reason, error)
+        error, reason = f"{type(exception).__name__}: {exception}".strip(": "), _reason(exception)
+        summary = self.run.read_json("summary.json")
         if reason == "out of memory" and not trainer.is_global_zero:
             # Rank 0 may wait for this one in a collective until it is killed.
             error = f"rank {trainer.global_rank}: {error}"
-            ended = {"exit_reason": reason, "error": error, "last_step": trainer.global_step}
-            self._keep(self.run.read_json("summary.json") | ended)
+            self._keep(summary | {"exit_reason": reason, "error": error, "last_step": trainer.global_step})
+        elif reason != "lost a rank" or summary.get("exit_reason") != "out of memory":  # which that rank has written
+            self.write(trainer, reason, error)
 
     def write(self, trainer: Trainer, exit_reason: str, error: str | None = None) -> None:
         """Write summary.json, on rank 0 only and without talking to other ranks: one of them may be gone."""
@@ -134,8 +124,7 @@ class RunRecord(Callback):
         score = None if best is None or best.best_model_score is None else float(best.best_model_score)
         checkpoints = ours(self.run.path / "checkpoints", "newest")
         memory = self._speed.values.get("perf/peak_memory_gib", peak_memory(trainer.strategy.root_device))
-        seconds = self._speed.seconds
-        rate = self._speed.samples * self.world_size / seconds if seconds else None
+        seconds, samples = self._speed.seconds, self._speed.samples * self.world_size
         self._keep(
             {
                 "exit_reason": exit_reason,
@@ -148,7 +137,7 @@ class RunRecord(Callback):
                 "last_checkpoint": str(checkpoints[-1]) if checkpoints else None,
                 "wall_time_seconds": round(self._before + time.monotonic() - self._started, 1),
                 "useful_seconds": self._useful_seconds(),
-                "samples_per_sec": None if rate is None else round(rate, 2),
+                "samples_per_sec": round(samples / seconds, 2) if seconds else None,
                 "peak_memory_gib": round(memory, 3),
                 "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "continue_command": self.resume_command,
@@ -165,10 +154,12 @@ class RunRecord(Callback):
 def total_steps(trainer: Trainer) -> int | None:
     """Return the optimizer steps of the whole run; None if only time limits it, or its data has no length."""
     per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
-    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
-    limits = [math.ceil(per_epoch) * epochs if math.isfinite(per_epoch) else math.inf]
-    limits += [trainer.max_steps] if trainer.max_steps >= 0 else []
-    return int(min(limits)) if math.isfinite(min(limits)) else None
+    limits = []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and math.isfinite(per_epoch):
+        limits.append(math.ceil(per_epoch) * trainer.max_epochs)
+    if trainer.max_steps >= 0:
+        limits.append(trainer.max_steps)
+    return min(limits, default=None)
 
 
 def _reason(exception: BaseException) -> str:

@@ -12,10 +12,9 @@ from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from src.engine import exit_codes
 from src.engine.errors import UserError
 from src.engine.memory.callback import OutOfMemory
-from src.engine.memory.usage import Usage, gib, is_out_of_memory
+from src.engine.memory.usage import Usage, gib
 from src.engine.resolve.resolution import Resolution
 from src.engine.run.start_block import with_options
 from src.engine.sharding.wrapping import find_blocks
@@ -34,33 +33,22 @@ def explain(
     resolved: Resolution,
     settings: Namespace,
     resume_command: str,
-) -> int | None:
-    """Print the error, who held the memory and what helps; once, where several ranks run out of it together.
-
-    Returns the exit code; None where memory was not the reason. A rank that only loses another one ends with a code of
-    its own, unless it has started that one: the command then ends as that did.
-    """
+) -> None:
+    """Print an out-of-memory error, who held the memory and what helps; once, where several ranks run out of it."""
     rank, world_size = trainer.global_rank, resolved.shape.world_size
-    if not is_out_of_memory(error):
-        started = [child.poll() for child in getattr(trainer.strategy.launcher, "procs", [])]
-        if exit_codes.OUT_OF_MEMORY not in started:
-            return None
-        print(f"rank {rank} ends with another one, which is out of memory", file=sys.stderr, flush=True)
-        return exit_codes.OUT_OF_MEMORY
-    where = f" on rank {rank} of {world_size}" if world_size > 1 else ""
-    lines = [f"out of memory{where}"]
+    if not _is_first(rank):
+        print(f"rank {rank} is out of memory too", file=sys.stderr, flush=True)
+        time.sleep(FIRST_SECONDS)
+        return
+    title = f"out of memory on rank {rank} of {world_size}" if world_size > 1 else "out of memory"
+    lines = [title]
     if memory.usage is not None:
-        lines = [f"{lines[0]}: {memory.usage.device} has {gib(memory.usage.total)}", *memory.usage.lines()]
+        lines = [f"{title}: {memory.usage.device} has {gib(memory.usage.total)}", *memory.usage.lines()]
     kept = f"; each keeps the global batch of {resolved.plan.global_batch_size}" if resolved.plan else ""
     lines += [f"Try one of these, cheapest in speed first{kept}. Add it to", f"  {with_options(resume_command)}"]
     for paste, effect in advice(trainer, model, resolved, settings, memory.usage):
         lines += [f"  {paste}", f"      {effect}"] if paste else [f"  {effect}"]
-    if _is_first(rank):
-        print("".join(traceback.format_exception(error)) + "\n".join(lines), file=sys.stderr, flush=True)
-    else:
-        print(f"rank {rank} is out of memory too", file=sys.stderr, flush=True)
-        time.sleep(FIRST_SECONDS)
-    return exit_codes.OUT_OF_MEMORY
+    print("".join(traceback.format_exception(error)) + "\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _is_first(rank: int) -> bool:
@@ -125,8 +113,7 @@ def advice(
             f"{as_class}--trainer.strategy.cpu_offload true {EACH}",
             "parameters, gradients and optimizer state in the host's memory: many times slower",
         ),
-        (on_gpu, "", "cards with more memory, or more cards: under fsdp each holds a smaller part"),
-        (not on_gpu, "", "more memory for the job (Slurm: --mem)"),
+        (True, "", "more or larger cards: under fsdp each holds a part" if on_gpu else "more memory (Slurm: --mem)"),
     ]
     return [(paste, effect) for applies, paste, effect in rows if applies]
 

@@ -82,7 +82,6 @@ def gib(amount: int) -> str:
 def peak_memory(device: torch.device) -> float:
     """Return the peak memory of this process in GiB: allocated on the GPU, or resident in RAM on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    # kilobytes on Linux, bytes on macOS
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, kilobytes on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

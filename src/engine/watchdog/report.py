@@ -10,13 +10,7 @@ def explain(signs: Sequence[Sign | None], silent: Collection[int], limit: float)
     """Return one line that names the ranks at fault, and one line for each place where others wait.
 
     Ranks that give no sign of life are at fault. If all do, those are that have begun the fewest events: they have not
-    come to where the others wait. If all have begun equally many, all are named.
-
-    Args:
-        signs: the newest of every rank, from rank 0
-        silent: the ranks whose sign has not changed for a while
-        limit: seconds without an event after which it is a hang
-
+    come to where the others wait. If all have begun equally many, all are named. `signs` are in the order of the ranks.
     """
     never = [rank for rank, sign in enumerate(signs) if sign is None]
     gone = [sign for sign in signs if sign and sign.rank in silent]
