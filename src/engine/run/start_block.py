@@ -23,7 +23,8 @@ def refuse_without_data(command: str, model: LightningModule, data: LightningDat
     sources = [source for source in (data, model) if source is not None]
     if not any(is_overridden(hook, source) for source in sources):
         names = " and ".join(type(source).__name__ for source in sources)
-        raise UserError(f"{command} needs data, and {names} has no {hook}: give --data my.Data, or write that method")
+        lack = f"{names} {'have' if len(sources) > 1 else 'has'} no {hook}"
+        raise UserError(f"{command} needs data, and {lack}: give --data my.Data, or write that method")
 
 
 def refuse_missing(command: str, checkpoint: str | None) -> None:
