@@ -227,8 +227,8 @@ class ProjectCLI(StrictCLI):
 
     def _watchdog(self, run: Run, record: RunRecord | None = None) -> Watchdog:
         record_collectives(run.path)
-        tell = None if record is None else lambda text: record.write(self.trainer, "hung", text)
-        return Watchdog(self.hang_limit, run.path, tell, self.resume_command)
+        record_hang = None if record is None else lambda text: record.write(self.trainer, "hung", text)
+        return Watchdog(self.hang_limit, run.path, record_hang, self.resume_command)
 
     # --- go ---
 

@@ -21,8 +21,8 @@ from src.engine.watchdog.peers import Peers, within
 from src.engine.watchdog.report import explain
 
 PULSE = 5.0  # seconds between two signs of life, at most
-LAST_SAVE = 30  # seconds for a checkpoint that is being written, before all ends
-LAST_WORDS = 10  # seconds for whatever else may hang itself
+SAVE_SECONDS = 30  # for a checkpoint that is being written, before all ends
+ANSWER_SECONDS = 10  # for anything else that may hang itself: a disk, the store, whoever reads stderr
 
 
 class Event(NamedTuple):
@@ -50,32 +50,26 @@ class Watchdog(Callback):
     serves it is stopped. On rank 0 of a training a third one writes the heartbeat, for which the disk may take long.
 
     A rank whose limit has passed reads the signs of all ranks twice: at fault are ranks whose sign has not changed in
-    between, else those that have come less far than the others. One rank prints that. Each writes its Python stacks to
-    `hang-rank<k>.txt` and, over NCCL, PyTorch's record of the last collectives. A checkpoint that is being written
-    behind training gets half a minute; rank 0 then leaves, and the launcher ends the others.
+    between, else those that have come less far than the others. One rank prints that, and rank 0 calls `record_hang`
+    with its first line. Each writes its Python stacks to `hang-rank<k>.txt` and, over NCCL, PyTorch's record of the
+    last collectives. A checkpoint that is being written behind training gets half a minute; rank 0 then leaves, and the
+    launcher ends the others.
 
-    Time in which this process did not run at all does not count: a laptop that slept, a job that was suspended.
-
-    Args:
-        limit: seconds without an event; None: nothing is ended
-        folder: the run directory, for the dumps and the heartbeat
-        tell: called on rank 0 with the report's first line, for a record; may hang
-        resume_command: resumes the run
-
+    Time in which this process did not run at all does not count: a laptop that slept, a job that was suspended. Without
+    a limit nothing is ended.
     """
 
     def __init__(
         self,
         limit: float | None,
         folder: Path,
-        tell: Callable[[str], object] | None = None,
+        record_hang: Callable[[str], object] | None = None,
         resume_command: str = "the same command",
     ) -> None:
-        self.limit, self.folder, self.tell, self.resume_command = limit, folder, tell, resume_command
+        self.limit, self.folder, self.record_hang, self.resume_command = limit, folder, record_hang, resume_command
         self.pulse = PULSE if limit is None else min(PULSE, limit / 4)
         self.event = Event("starting", time.monotonic(), 0)
         self._threads: list[threading.Thread] = []
-        self._lost_store = False
 
     # --- what began last: all that happens on the hot path ---
 
@@ -124,7 +118,7 @@ class Watchdog(Callback):
         if trainer.is_global_zero and stage == "fit":
             heartbeat = Heartbeat(self.folder)
             heartbeat.write(trainer.global_step, [])
-            self._start(self._beat, heartbeat, ended)
+            self._start(self._write_heartbeat, heartbeat, ended)
         if self.limit is not None:
             self._start(self._watch, self.limit, ended)
 
@@ -136,7 +130,7 @@ class Watchdog(Callback):
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave word for ranks that may wait for this one in vain."""
+        """Tell the ranks that still wait for this one that it has failed."""
         self.begin(f"ended with {type(exception).__name__}")
         if self._threads:
             within(2, lambda: self._peers.publish(self._sign()))
@@ -145,7 +139,7 @@ class Watchdog(Callback):
     def _stop(self) -> None:
         for thread in self._threads:
             self._ended.set()
-            thread.join(LAST_WORDS)
+            thread.join(ANSWER_SECONDS)
         self._threads = []
 
     def _sign(self) -> Sign:
@@ -172,10 +166,10 @@ class Watchdog(Callback):
         except Exception:  # the process that serves the store has ended; the clock needs no store
             return
 
-    def _beat(self, heartbeat: Heartbeat, ended: threading.Event) -> None:
+    def _write_heartbeat(self, heartbeat: Heartbeat, ended: threading.Event) -> None:
         """Write the heartbeat until the run ends in order, then remove it."""
         while not ended.wait(HEARTBEAT_SECONDS):
-            heartbeat.write(self._trainer.global_step, within(LAST_WORDS, self._peers.latest_of_all) or [])
+            heartbeat.write(self._trainer.global_step, within(ANSWER_SECONDS, self._peers.latest_of_all) or [])
         heartbeat.remove()
 
     def _watch(self, limit: float, ended: threading.Event) -> None:
@@ -193,10 +187,10 @@ class Watchdog(Callback):
 
     def _diagnose(self, limit: float) -> tuple[str, bool]:
         """Return the report as this rank sees it, and whether it is the rank that prints it."""
-        if (signs := within(4 * self.pulse + LAST_WORDS, self._compare_signs)) is not None:
-            return explain(*signs, limit), within(LAST_WORDS, self._peers.claim_report) is not False
+        if (signs := within(4 * self.pulse + ANSWER_SECONDS, self._compare_signs)) is not None:
+            return explain(*signs, limit), within(ANSWER_SECONDS, self._peers.claim_report) is not False
         # The process that serves the store is stopped or gone: rank 0, or torchrun, most likely with its machine.
-        mine, self._lost_store = self._sign(), True
+        mine = self._sign()
         text = explain([mine], [], limit) if mine.rank == 0 else explain([self._rank_zero, mine], [0], limit)
         return f"{text}\n  the process group's store does not answer: nothing is known of other ranks", True
 
@@ -209,24 +203,22 @@ class Watchdog(Callback):
 
     def _end(self, report: str, prints: bool) -> None:
         """Write down where this rank is, and leave without waiting for anything that may hang."""
-        trainer, tell = self._trainer, self.tell
-        rank = trainer.global_rank
+        trainer, record_hang, rank = self._trainer, self.record_hang, self._trainer.global_rank
         text = f"{report}\n  {dumps(self.folder)}; continue with: {self.resume_command}"
         if prints:
-            within(LAST_WORDS, lambda: print(text, file=sys.stderr, flush=True))  # who reads it may hang as well
-        within(LAST_WORDS, lambda: dump_stacks(self.folder, rank, text))
-        within(LAST_WORDS, lambda: dump_collectives(self.folder, rank))
-        if rank == 0 and tell is not None:
-            within(LAST_WORDS, lambda: tell(report.partition("\n")[0].removeprefix("error: ")))
+            within(ANSWER_SECONDS, lambda: print(text, file=sys.stderr, flush=True))  # who reads it may hang as well
+        within(ANSWER_SECONDS, lambda: dump_stacks(self.folder, rank, text))
+        within(ANSWER_SECONDS, lambda: dump_collectives(self.folder, rank))
+        if rank == 0 and record_hang is not None:
+            within(ANSWER_SECONDS, lambda: record_hang(report.partition("\n")[0].removeprefix("error: ")))
         if rank == 0 and isinstance(trainer.strategy.checkpoint_io, WholeFiles):
-            within(LAST_SAVE, trainer.strategy.checkpoint_io.wait)
+            within(SAVE_SECONDS, trainer.strategy.checkpoint_io.wait)
         for child in multiprocessing.active_children():  # a loader's worker that hangs would not see that we are gone
             child.kill()
         # A launcher ends all ranks when one leaves: the others have written their stacks, and rank 0 its checkpoint.
-        if trainer.world_size > 1:
-            time.sleep(2 * self.pulse if rank == 0 or self._lost_store else LAST_SAVE + LAST_WORDS)
+        time.sleep(2 * self.pulse if rank == 0 else SAVE_SECONDS + ANSWER_SECONDS)
         kill = getattr(trainer.strategy.launcher, "kill", None)
         if kill is not None:
             kill(signal.SIGKILL)  # the ranks that this process has started
-        within(LAST_WORDS, sys.stdout.flush)
+        within(ANSWER_SECONDS, sys.stdout.flush)
         os._exit(exit_codes.HUNG)
