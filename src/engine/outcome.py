@@ -60,7 +60,7 @@ def run_to_its_end(cli: Any) -> int:
         return code
     except Exception as error:
         if is_out_of_memory(error):
-            facts = (cli.memory, cli.trainer, cli.model, cli.resolved, cli.settings, cli.resume_command)
+            facts = (cli.memory.usage, cli.trainer, cli.model, cli.resolved, cli.settings, cli.resume_command)
             explain_memory(error, *facts)
             return exit_codes.OUT_OF_MEMORY
         code, launcher = report(error), cli.trainer.strategy.launcher

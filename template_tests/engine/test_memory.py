@@ -1,8 +1,11 @@
 """What is said when memory is out: who held what, and settings that are valid and keep the global batch."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from src.engine.errors import UserError
 from src.engine.memory.callback import OutOfMemory
 from src.engine.memory.report import AS_CLASS, EACH, advice
 from src.engine.memory.usage import GIB, Usage, is_on_host, is_out_of_memory
+from src.engine.outcome import _of_the_lost
 from src.engine.stopped import READ_BY_SCRIPT
 from template_tests.crash import Cramped
 from template_tests.launchers import TORCHRUN, srun
@@ -350,6 +354,13 @@ def test_torchrun_names_the_rank_without_memory(tmp_path: Path) -> None:
     done = train(tmp_path, "fit", *TWO, *ONE_RANK, launcher=(*TORCHRUN, "--"), check=False)
     assert done.returncode == 1, done.stderr
     assert re.search(r"Root Cause.*rank +: 1 .*exitcode +: 71 ", done.stderr, re.DOTALL)
+
+
+def test_a_rank_without_memory_outranks_what_others_end_with() -> None:
+    """The command ends with 71 though another rank crashed, and one lost its peers."""
+    codes = (exit_codes.CRASHED, exit_codes.OUT_OF_MEMORY, exit_codes.LOST_A_RANK)
+    children = [subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"]) for code in codes]
+    assert _of_the_lost(SimpleNamespace(procs=children)) == exit_codes.OUT_OF_MEMORY
 
 
 def test_ranks_without_memory_explain_it_once(tmp_path: Path) -> None:

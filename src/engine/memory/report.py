@@ -13,7 +13,6 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from src.engine.errors import UserError
-from src.engine.memory.callback import OutOfMemory
 from src.engine.memory.usage import Usage, gib
 from src.engine.resolve.resolution import Resolution
 from src.engine.run.start_block import with_options
@@ -27,7 +26,7 @@ FIRST_SECONDS = 1  # for the rank that explains the error to do so, before a lau
 
 def explain(
     error: BaseException,
-    memory: OutOfMemory,
+    usage: Usage | None,
     trainer: Trainer,
     model: LightningModule,
     resolved: Resolution,
@@ -41,12 +40,10 @@ def explain(
         time.sleep(FIRST_SECONDS)
         return
     title = f"out of memory on rank {rank} of {world_size}" if world_size > 1 else "out of memory"
-    lines = [title]
-    if memory.usage is not None:
-        lines = [f"{title}: {memory.usage.device} has {gib(memory.usage.total)}", *memory.usage.lines()]
+    lines = [f"{title}: {usage.device} has {gib(usage.total)}", *usage.lines()] if usage else [title]
     kept = f"; each keeps the global batch of {resolved.plan.global_batch_size}" if resolved.plan else ""
     lines += [f"Try one of these, cheapest in speed first{kept}. Add it to", f"  {with_options(resume_command)}"]
-    for paste, effect in advice(trainer, model, resolved, settings, memory.usage):
+    for paste, effect in advice(trainer, model, resolved, settings, usage):
         lines += [f"  {paste}", f"      {effect}"] if paste else [f"  {effect}"]
     print("".join(traceback.format_exception(error)) + "\n".join(lines), file=sys.stderr, flush=True)
 

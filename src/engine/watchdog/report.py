@@ -15,10 +15,8 @@ def explain(signs: Sequence[Sign | None], silent: Collection[int], limit: float)
     never = [rank for rank, sign in enumerate(signs) if sign is None]
     gone = [sign for sign in signs if sign and sign.rank in silent]
     living = [sign for sign in signs if sign and sign.rank not in silent]
-    behind: list[Sign] = []
-    if living and not (gone or never):
-        fewest = min(sign.events for sign in living)
-        behind = [sign for sign in living if sign.events == fewest]
+    fewest = min((sign.events for sign in living), default=0)
+    behind = [] if gone or never else [sign for sign in living if sign.events == fewest]
     faults = [
         f"rank {sign.rank} on {sign.host} gives no sign of life: it was last seen at {_place(sign)}; its process "
         f"{sign.pid} is stopped (SIGSTOP), dead, or its machine is gone"
