@@ -61,8 +61,6 @@ def command(strategy: str) -> float:
     options = {
         "--model": "benchmarks.host.Deep",
         "--data": "benchmarks.host.Bytes",
-        "--global_batch_size": 1,
-        "--micro_batch_size": 1,
         "--trainer.accelerator": "cpu",
         "--trainer.devices": 1,
         "--trainer.precision": "32-true",
