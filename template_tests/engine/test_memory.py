@@ -19,7 +19,7 @@ from src.engine import exit_codes
 from src.engine.errors import UserError
 from src.engine.memory.callback import OutOfMemory
 from src.engine.memory.report import AS_CLASS, EACH, advice
-from src.engine.memory.usage import GIB, Usage, is_on_host, is_out_of_memory
+from src.engine.memory.usage import GIB, Usage, is_on_host, is_out_of_memory, unusable
 from src.engine.outcome import _of_the_lost
 from src.engine.stopped import READ_BY_SCRIPT
 from template_tests.crash import Cramped
@@ -90,6 +90,12 @@ def test_the_hosts_allocator_is_recognized() -> None:
 def test_other_errors_are_not(error: Exception) -> None:
     """Neither other failures nor a text that only speaks of it."""
     assert not is_out_of_memory(error)
+
+
+def test_the_message_tells_the_fragmentation() -> None:
+    """It is from the moment of the failure; a message without it tells nothing."""
+    assert unusable(CUDA_SAYS) == round(512.5 * 2**20)
+    assert unusable("CUDA out of memory.") is None
 
 
 # --- who held what ---

@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from src.engine.memory.usage import GIB, Usage, is_on_host, is_out_of_memory, peak_memory
+from src.engine.memory.usage import GIB, Usage, is_on_host, is_out_of_memory, peak_memory, unusable
 
 
 class OutOfMemory(Callback):
@@ -45,11 +45,13 @@ def measure(trainer: Trainer, module: LightningModule, error: BaseException) -> 
         return Usage("this machine", total, **amounts)
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
+    # The message is from the moment itself: since then tensors may have gone (6 GiB of 28 in one of eight tries).
+    gap = unusable(str(error))
     return Usage(
         torch.cuda.get_device_name(device),
         total,
         **amounts,
-        fragmented=reserved - torch.cuda.memory_allocated(device),
+        fragmented=reserved - torch.cuda.memory_allocated(device) if gap is None else gap,
         others=max(0, total - free - reserved),
     )
 

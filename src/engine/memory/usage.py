@@ -1,5 +1,6 @@
 """Recognize an out-of-memory error, and say in a table who held the memory."""
 
+import re
 import resource
 import sys
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from src.engine.text import table
 GIB = 2**30
 STATE_BYTES = 16  # of a parameter in training: itself, its gradient and Adam's two moments, 4 each
 HOST = "DefaultCPUAllocator: can't allocate memory"
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # What CUDA's libraries say, which take their memory beside PyTorch's allocator.
 CARD = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
 
@@ -29,6 +31,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_on_host(error: BaseException) -> bool:
     """Return whether it was the host's memory that an out-of-memory error is about."""
     return isinstance(error, MemoryError) or HOST in str(error)
+
+
+def unusable(text: str) -> int | None:
+    """Return the bytes that PyTorch's message says are reserved and not allocated, at the moment of the failure."""
+    match = re.search(r"([\d.]+) (\w+) is reserved by PyTorch but unallocated", text)
+    return round(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else None
 
 
 @dataclass(frozen=True)
