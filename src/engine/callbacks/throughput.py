@@ -79,10 +79,9 @@ class Throughput(Callback):
         self._mark = time.perf_counter()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mark = time.perf_counter()
+        self.restart_clock()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mark = time.perf_counter()
+    on_validation_end = on_train_epoch_start
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         now = time.perf_counter()
