@@ -219,7 +219,8 @@ def test_work_of_rank_0_alone_may_take_longer_than_a_collective(tmp_path: Path) 
 
 def test_the_collective_timeout_is_a_setting(tmp_path: Path) -> None:
     """Without a watchdog a rank that waits gives up after that time, and the command fails."""
-    short = ["--collective_timeout_minutes", "0.25", "--watchdog.enabled", "false"]
+    short = ["--collective_timeout_minutes", "0.25", "--watchdog.enabled", "false", "--watchdog.minutes", "9"]
     done = train(tmp_path, "fit", *TWO, *HANG, *SMALL_DATA, "--model.way", "sleep", *short, check=False)
     assert done.returncode != 0
     assert "Timed out waiting 15000ms" in done.stderr
+    assert "watchdog.minutes has no effect with watchdog.enabled false" in done.stdout

@@ -36,22 +36,25 @@ class WatchdogSettings:
 def fit_timeouts(strategy: Any, minutes: float | None, settings: WatchdogSettings) -> tuple[float | None, list[str]]:
     """Set how long a collective waits, before the process group starts, in minutes: None leaves what the strategy has.
 
-    Return the watchdog's limit in seconds, None without one, and a note if it comes too late.
+    Return the watchdog's limit in seconds, None without one, and notes on settings without an effect.
     """
-    distributed = hasattr(strategy, "_timeout")
+    notes, distributed = [], hasattr(strategy, "_timeout")
     if minutes is not None and distributed:
         strategy._timeout = timedelta(minutes=minutes)
+    elif minutes is not None:
+        notes.append("collective_timeout_minutes has no effect: one process waits for no other")
     collective = strategy._timeout.total_seconds() / 60 if distributed and strategy._timeout else COLLECTIVE_MINUTES
     if not settings.enabled:
-        return None, []
+        if settings.minutes is not None:
+            notes.append("watchdog.minutes has no effect with watchdog.enabled false")
+        return None, notes
     limit = collective * 2 / 3 if settings.minutes is None else settings.minutes
-    if not distributed or limit < collective:
-        return 60 * limit, []
-    note = (
-        f"watchdog.minutes {limit:g} comes too late where a rank skips a collective: the others end after "
-        f"{collective:g} minutes (collective_timeout_minutes), and nothing says which rank it was"
-    )
-    return 60 * limit, [note]
+    if distributed and limit >= collective:
+        notes.append(
+            f"watchdog.minutes {limit:g} comes too late where a rank skips a collective: the others end after "
+            f"{collective:g} minutes (collective_timeout_minutes), and nothing says which rank it was"
+        )
+    return 60 * limit, notes
 
 
 def debug_collectives() -> None:

@@ -60,7 +60,7 @@ def test_a_rank_that_ended_by_itself_left_word() -> None:
 
 
 def test_the_watchdog_comes_before_the_collective_timeout() -> None:
-    """By default after two thirds of it; a limit that comes later is kept, with a note."""
+    """By default after two thirds of it; a limit that comes later is kept, with a note, as is a setting of no use."""
     assert fit_timeouts(DDP(), None, WatchdogSettings()) == (1200, [])
     strategy = DDP()
     assert fit_timeouts(strategy, 9, WatchdogSettings()) == (360, [])
@@ -68,8 +68,10 @@ def test_the_watchdog_comes_before_the_collective_timeout() -> None:
     assert strategy._timeout.total_seconds() == 540
     limit, (note,) = fit_timeouts(DDP(), 9, WatchdogSettings(minutes=10))
     assert (limit, "comes too late" in note) == (600, True)
-    assert fit_timeouts(SimpleNamespace(), 9, WatchdogSettings()) == (1200, [])
-    assert fit_timeouts(DDP(), None, WatchdogSettings(enabled=False, minutes=3)) == (None, [])
+    limit, (note,) = fit_timeouts(SimpleNamespace(), 9, WatchdogSettings())
+    assert (limit, "collective_timeout_minutes has no effect" in note) == (1200, True)
+    limit, (note,) = fit_timeouts(DDP(), None, WatchdogSettings(enabled=False, minutes=3))
+    assert (limit, "watchdog.minutes has no effect" in note) == (None, True)
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
