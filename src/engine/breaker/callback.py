@@ -65,6 +65,9 @@ class CircuitBreaker(Callback):
         self._rows, self._row, self._in_epoch = [], {}, False
         self._loss_scale = next((call for call in trainer.callbacks if isinstance(call, LossScale)), None)  # type: ignore[attr-defined]
         self._skipped = self._loss_scale.skipped if self._loss_scale else 0.0
+        changed = self.settings.spike_factor != BreakerSettings.spike_factor
+        if changed and not self.settings.spike and trainer.is_global_zero:
+            print("note: breaker.spike_factor has no effect without a metric in breaker.spike")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not self.settings.nonfinite or current_scale(trainer) is not None:

@@ -451,6 +451,12 @@ def test_a_name_that_nobody_logs_is_said_once(fit, capsys):
     assert "(logged: reward, " in said
 
 
+def test_settings_without_an_effect_are_said(fit, capsys):
+    """A factor without a metric has a note."""
+    fit(Sick(), {"spike_factor": 5.0})
+    assert "breaker.spike_factor has no effect" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("steps", 0), ("warmup_steps", -1), ("fp16_skips", 0), ("spike_factor", 1.0), ("spike_factor", NAN)],
