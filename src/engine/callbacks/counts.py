@@ -27,6 +27,7 @@ class TrainingCounts(Callback):
         self.run, self.plan, self.asked = run, plan, asked
         self._begun: int | None = None
         self._batches = self._validations = 0
+        self._said_short = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count raw optimizer steps, too."""
@@ -65,6 +66,18 @@ class TrainingCounts(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         self._batches += 1
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say once that the data has fewer batches than its length."""
+        done, stated = trainer.fit_loop.epoch_loop.batch_progress.current.completed, trainer.num_training_batches
+        stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if done < stated < float("inf") and not stopped and not self._said_short:
+            self._said_short = True
+            _say(
+                trainer,
+                f"the training data ended after {done} batches, and its length says {stated}: schedules and the "
+                "validation at an epoch's end count by the length",
+            )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validations += not trainer.sanity_checking

@@ -54,12 +54,15 @@ class Progress(Callback):
             print(f"{self._step()}  {text}", flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._bar is not None:
             self._bar.set_postfix_str(self._numbers())  # with the last validation, which came after the last step
             self._bar.close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
 
     def _numbers(self) -> str:
         parts = [] if self._loss.value is None else [f"loss {self._loss.value:.4g}"]

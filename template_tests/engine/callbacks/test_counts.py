@@ -211,10 +211,12 @@ def test_no_batch_is_what_was_asked_for(counted):
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers")
-def test_data_that_is_shorter_than_its_length_is_not_validated(counted, capsys):
-    """The validation at the end of the epoch does not come, and the end of the training says so."""
+def test_data_that_is_shorter_than_its_length_is_said(counted, capsys):
+    """With what follows from it: the validation at the end of the epoch does not come."""
     counted(Line(), Shorter(cast(Dataset, DATA), 4), val=DataLoader(cast(Dataset, DATA), 4))
-    assert "warning: nothing was validated (none was due in 4 batches)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "warning: the training data ended after 4 batches, and its length says 7" in said
+    assert "warning: nothing was validated (none was due in 4 batches)" in said
 
 
 def test_a_training_that_ends_before_its_validation_says_so(counted, capsys):
