@@ -54,6 +54,12 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.3)
 
 
+def signal_step(job: str, name: str) -> None:
+    """Signal a job's ranks as soon as Slurm has launched all: until then it answers `Job step not running`."""
+    command = ("scancel", f"--signal={name}", f"{job}.0")
+    wait_for(lambda: subprocess.run(command, capture_output=True).returncode == 0, 30, "its step takes signals")
+
+
 def start_now(job: str) -> None:
     """Let a requeued job start, which Slurm holds until nodes have forgotten its last start.
 

@@ -16,7 +16,7 @@ from slurm.local.__main__ import LocalCluster, chosen_folder
 from slurm.node import history
 from src.engine import exit_codes
 from template_tests.cluster.interruptions import begun, kill_node, last_node, limit, of, preempt, requeued, said, steps
-from template_tests.cluster.jobs import field, needs_root, slurm, start_now, wait_for
+from template_tests.cluster.jobs import field, needs_root, signal_step, slurm, start_now, wait_for
 from template_tests.cluster.project import PATIENCE, Project
 from tests.commands import ROOT, SMALL, losses
 
@@ -105,7 +105,7 @@ def test_a_signal_before_training_listens_is_worth_a_restart(project: Project) -
     for restart, signal_name in enumerate(("USR2", "TERM", "USR1"), start=1):
         start = project.runs / f"gpt/rank0-{job}-{restart - 1}.json"
         wait_for(start.exists, PATIENCE, "it starts")
-        slurm("scancel", f"--signal={signal_name}", f"{job}.0")
+        signal_step(job, signal_name)
         requeued(job, restart)
         start_now(job)
     project.wait(job, "FAILED")
@@ -121,7 +121,7 @@ def test_real_training_that_is_signalled_in_its_first_moment_still_runs_to_its_e
     project.root = ROOT
     (job,) = project.submit("--no-snapshot", *ONE, "--", *SMALL)
     wait_for(lambda: of(SLURM_JOB_ID=job, SLURM_PROCID="0", SLURM_STEPID="0") != [], PATIENCE, "its process is there")
-    slurm("scancel", "--signal=USR2", f"{job}.0")
+    signal_step(job, "USR2")
     requeued(job)
     start_now(job)
     project.wait(job, "COMPLETED")
