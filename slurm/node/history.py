@@ -47,14 +47,7 @@ def read(folder: Path, job: str) -> list[dict[str, Any]]:
 
 
 def spans(events: Sequence[Mapping[str, Any]], folder: Path, running: bool) -> list[float]:
-    """Return the seconds of each start in a job's history. One that was killed lasted until the run last wrote a file.
-
-    Args:
-        events: as `read` returns them
-        folder: the run directory
-        running: whether the last start is still running
-
-    """
+    """Return the seconds of each start in a job's history. A killed one lasted until the run last wrote a file."""
     seconds = []
     for event, following in itertools.zip_longest(events, events[1:]):
         if event["event"] != "start":

@@ -74,14 +74,7 @@ def stuck(run: Path, job: str) -> str | None:
 
 
 def verdict(run: Path, code: int, batch: str) -> tuple[int, str | None]:
-    """Return the job's exit code, and why it should be started again; None if it should not.
-
-    Args:
-        run: the run directory
-        code: srun's exit code
-        batch: the text of batch.out
-
-    """
+    """Return the job's exit code, and why it should be started again; None if it should not."""
     from src.engine import exit_codes, stopped
 
     code = failed_rank.job_exit_code(batch, code)

@@ -29,18 +29,7 @@ def export(
     force: bool = False,
     trained: bool = False,
 ) -> None:
-    """Write the weights to `out`, whole or not at all, and print what they are.
-
-    Args:
-        source: a run directory or a checkpoint file
-        out: a name that ends in one of `FORMATS`
-        step: the checkpoint of that many steps; else the best or the newest
-        best: the best by the run's metric
-        prefix: what the exported names begin with, which is dropped; None: the component that all names share
-        force: replace `out`
-        trained: the optimizer's weights, also if their average is kept
-
-    """
+    """Write the weights to `out`, whole or not at all, and print what they are."""
     _check(source, out, chosen=best or step is not None, force=force)
     entry = _choose(source, step, best)
     content = load(entry.path, ("state_dict", "callbacks"))

@@ -31,13 +31,7 @@ ROUNDS = 5  # of which the median counts
 
 
 def group(launch: Launch, seconds: float) -> Iterator[Line]:
-    """Check the rendezvous, every rank, and how data travels and how fast. Collective; rank 0 gets the lines.
-
-    Args:
-        launch: who this is
-        seconds: how long to wait for the others, and for an all-reduce
-
-    """
+    """Check the rendezvous, every rank, and how data travels and how fast. Collective; rank 0 gets the lines."""
     begun = time.monotonic()
     address = resolved(launch)
     if launch.rank == 0:

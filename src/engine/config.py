@@ -30,10 +30,7 @@ NOISE = re.compile(
 def with_defaults(argv: list[str], model_of_run: Callable[[str], str] | None = None) -> list[str]:
     """Return the command line with `configs/defaults.yaml` and, if no model is named, the task's file in front.
 
-    Args:
-        argv: subcommand and options
-        model_of_run: returns model and data of the run that an evaluation names, as YAML
-
+    `model_of_run` returns, as YAML, the model and the data of the run that an evaluation names.
     """
     if not argv or argv[0] in ("-h", "--help"):
         return argv or ["--help"]

@@ -24,12 +24,7 @@ def largest(values: list[int], trainer: Trainer) -> list[int]:
 
 
 class Poll:
-    """Counts (of steps, of batches) at which the ranks ask, by rank 0's clock: each answer says when the next one is.
-
-    Args:
-        seconds: between two questions
-
-    """
+    """Counts (of steps, of batches) at which the ranks ask, by rank 0's clock: each answer says when the next is."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -171,15 +171,7 @@ class Restore(_CheckpointConnector):
             )
 
     def _replay(self, scheduler: Any, built: list[State], fresh: State, position: int) -> None:
-        """Bring a schedule to `position`: it is a function of how often it was stepped, so step it as often.
-
-        Args:
-            scheduler: with its optimizer, both restored
-            built: the settings of the optimizer's groups as they were built
-            fresh: the scheduler's state as it was built
-            position: how often it was stepped
-
-        """
+        """Bring a schedule to `position`: it is a function of how often it was stepped, so step it as often."""
         groups = scheduler.optimizer.param_groups
         restored = [_settings(group) for group in groups]
         for group, values in zip(groups, built, strict=False):

@@ -72,13 +72,7 @@ class Rows:
 
 
 def load(path: Path, keys: Container[str] | None = None) -> dict[str, Any]:
-    """Return what a checkpoint holds, every tensor whole; what is in one piece is read where it is used.
-
-    Args:
-        path: of the `.ckpt` file
-        keys: what is wanted of it; None: all
-
-    """
+    """Return what a checkpoint holds, every tensor whole; what is in one piece is read where it is used."""
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if keys is not None:
         content = {key: value for key, value in content.items() if key in keys or key == PARTS}

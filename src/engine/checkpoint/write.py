@@ -147,16 +147,7 @@ def write(checkpoint: dict[str, Any], target: Path) -> Exception | None:
 def write_parts(
     checkpoint: dict[str, Any], parts: dict[str, Tensor], path: Path, files: list[Path | None], rank: int
 ) -> Exception | None:
-    """Write this rank's file of parts; on rank 0 then, when all exist, the file that makes a checkpoint of them.
-
-    Args:
-        checkpoint: all that is not in parts
-        parts: of this rank
-        path: of the checkpoint
-        files: where each rank writes its parts; None for a rank with none
-        rank: this one
-
-    """
+    """Write this rank's file of parts; on rank 0 then, when all exist, the file that makes a checkpoint of them."""
     own, all_parts = files[rank], [file for file in files if file is not None]
     error = write(parts, own) if own else None
     if rank and own and error:

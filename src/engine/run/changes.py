@@ -13,14 +13,7 @@ ESSENTIAL = ("task", "model", "seed_everything", "global_batch_size", "world_siz
 
 
 def refuse_changed(folder: Path, essentials: dict[str, Any], allowed: str | None) -> None:
-    """Refuse another task, model class, seed, global batch or world size for a run that has begun.
-
-    Args:
-        folder: the run directory
-        essentials: the present values
-        allowed: names that may have changed, with commas between
-
-    """
+    """Refuse another task, model class, seed, global batch or world size for a run that has begun."""
     names = {name for name in (allowed or "").replace(",", " ").split() if name}
     if unknown := sorted(names - set(ESSENTIAL)):
         raise UserError(f"--allow_changed {unknown[0]}: only {', '.join(ESSENTIAL)} need it")

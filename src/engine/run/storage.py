@@ -19,9 +19,7 @@ from src.engine.stopped import READ_BY_SCRIPT
 def run_root(written: bool = True) -> tuple[Path, list[str]]:
     """Return `$RUN_ROOT` or ./runs, made if need be, and notes on what is doubtful about it.
 
-    Args:
-        written: it will be written to, else only read
-
+    `written` says that it will be written to, and not only read.
     """
     given = os.environ.get("RUN_ROOT")
     root = Path(given or "runs").expanduser()
