@@ -41,7 +41,7 @@ def points(grid: str, name: str) -> list[Point]:
         if not key or not values:
             raise LaunchError(
                 f'--grid {grid!r}: expected "name=value,value name=value", such as '
-                '"model.lr=1e-3,3e-4 seed_everything=1,2"; brackets and quotes in a value are closed again'
+                '"model.lr=1e-3,3e-4 seed_everything=1,2"; close every bracket and quote'
             )
         if key in FIXED:
             raise LaunchError(f"--grid {grid!r}: {key} is the same in all runs of a grid: submit one for each value")

@@ -228,7 +228,7 @@ def _restarts(options: argparse.Namespace, limit: datetime.timedelta, subcommand
         raise LaunchError(f"{asked[0]} is for training: {subcommand} is not requeued by itself")
     if total and (total < limit or limit < SHORTEST or options.max_restarts == 0):
         raise LaunchError(
-            f"--total-time {options.total_time} takes a chain of jobs: a --time of five minutes or more (here "
+            f"--total-time {options.total_time} needs a chain of jobs: a --time of five minutes or more (here "
             f"{times.format_time(limit)}) that is not longer than it, and restarts"
         )
     most = RESTARTS + (math.ceil(total / limit) if total else 0)

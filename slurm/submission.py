@@ -109,7 +109,7 @@ def _print_how_to_watch(job: Job) -> None:
     print(f"watch: {jobs} list; {jobs} logs {job.runs[0]} -f; {jobs} cancel {job.name}")
     name = socket.getfqdn() if "." in socket.getfqdn() else socket.gethostname()
     print(f"curves: tensorboard --host localhost --port 6006 --logdir {shlex.quote(str(job.run_root))}")
-    print(f"        and, where you sit: ssh -N -L 6006:localhost:6006 {getpass.getuser()}@{name}")
+    print(f"        and on your own machine: ssh -N -L 6006:localhost:6006 {getpass.getuser()}@{name}")
 
 
 def _check(job: Job) -> None:

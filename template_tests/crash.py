@@ -50,7 +50,7 @@ class FullDisk(SmallModule):
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         if self.global_step == self.first and self.global_rank == 1:
             files: Any = self.trainer.strategy.checkpoint_io
-            files.wait()  # what is being written behind training has still room
+            files.wait()  # what is being written in the background has still room
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
 

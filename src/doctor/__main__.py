@@ -77,7 +77,9 @@ def examinations(arguments: argparse.Namespace) -> tuple[int, list[Iterator[Line
 
         launch = find_launch()
     if arguments.group and launch is None:
-        raise UserError("--group: one process has no others; torchrun --nproc-per-node=2 -m -- src.doctor, or srun")
+        raise UserError(
+            "--group: this is a single process; start it with torchrun --nproc-per-node=2 -m -- src.doctor, or srun"
+        )
     rank = launch.rank if launch else 0
     parts = [] if rank or arguments.storage or arguments.group else [machine()]
     if launch and not arguments.storage:

@@ -10,7 +10,7 @@
 | 71  | the memory of a device or of the host did not suffice, on this rank or another | ends the same |
 | 74  | nothing happened for `watchdog.minutes`, on some rank | may succeed |
 | 75  | somebody trains the run, or the disk cannot be read or written right now | later |
-| 76  | another rank went away amid a collective operation; its own code says why | by that |
+| 76  | another rank ended during a collective operation; its own code says why | by that |
 | 85  | a signal asked it to stop: the state is saved, and STOPPED is in the run directory | resumes |
 | 130 | Ctrl-C: in training the first saves as a signal does; any other leaves at once | by hand: it resumes |
 | 137 | SIGKILL, by whomever | resumes from the newest checkpoint |

@@ -94,7 +94,7 @@ def report(error: Exception) -> int:
         return complain(refused)
     if lost_a_rank(error):  # where this rank was says nothing
         what = " ".join(str(error).split())[:300]
-        print(f"another rank went away, and this one ends with it ({what})", file=sys.stderr)
+        print(f"another rank has ended, so this one ends too ({what})", file=sys.stderr)
         time.sleep(1)  # launchers name the rank that ends first, and torchrun counts in seconds
         return exit_codes.LOST_A_RANK
     traceback.print_exception(error)

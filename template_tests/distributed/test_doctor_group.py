@@ -112,7 +112,7 @@ def test_a_wait_for_the_others_ends_with_the_signal(tmp_path: Path, number: sign
 def test_one_process_is_no_group(capsys: pytest.CaptureFixture[str]) -> None:
     """--group alone, or a time that is none: one line, exit code 2."""
     assert doctor.main(["--group"]) == 2
-    assert "one process has no others" in capsys.readouterr().err
+    assert "this is a single process" in capsys.readouterr().err
     assert doctor.main(["--group", "--timeout", "0"]) == 2
     assert "--timeout is 0; it is a number of seconds above 0" in capsys.readouterr().err
 

@@ -56,7 +56,7 @@ def test_a_rank_that_lost_another_says_so_and_does_not_take_the_blame(tmp_path: 
     processes[1].kill()
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [exit_codes.LOST_A_RANK, -signal.SIGKILL], outputs
-    assert "another rank went away, and this one ends with it (" in outputs[0]
+    assert "another rank has ended, so this one ends too (" in outputs[0]
     assert "Traceback" not in outputs[0]
     state = state_of(tmp_path / "lost")
     assert (state.name, state.why) == ("crashed", "lost a rank")

@@ -32,8 +32,8 @@ def test_commas_in_brackets_and_quotes_separate_nothing(text: str, points: list[
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a=[1,2", "brackets and quotes in a value are closed again"),
-        ("a='1,2", "brackets and quotes in a value are closed again"),
+        ("a=[1,2", "close every bracket and quote"),
+        ("a='1,2", "close every bracket and quote"),
         ("a=1],[2", "expected"),
         ("a=", "expected"),
         ("", "expected"),

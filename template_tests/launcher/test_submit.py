@@ -418,7 +418,7 @@ def test_what_happens_at_the_limit_is_said(submit: Submit, options: list[str], l
     ("options", "refused"),
     [
         (["--max-restarts", "-1"], "--max-restarts -1: a whole number, 0 or more"),
-        (["--time", "2:00:00", "--total-time", "1:00:00"], "--total-time 1:00:00 takes a chain of jobs"),
+        (["--time", "2:00:00", "--total-time", "1:00:00"], "--total-time 1:00:00 needs a chain of jobs"),
         (["--time", "4:00", "--total-time", "1:00:00"], "a --time of five minutes or more (here 0:04:00)"),
         (["--total-time", "long"], "--total-time: got 'long'"),
         (["--total-time", "9:00:00", "--", "test"], "--total-time is for training: test is not requeued by itself"),

@@ -122,7 +122,7 @@ class CircuitBreaker(Callback):
         missing = [name for name in self.settings.watched if name not in self._logged]
         if missing and trainer.is_global_zero and not self._noted:
             print(
-                f"note: the breaker watches {', '.join(missing)}, which nobody has logged so far "
+                f"note: the breaker watches {', '.join(missing)}, which has not been logged so far "
                 f"(logged: {', '.join(sorted(trainer.logged_metrics)) or 'nothing'})"
             )
         self._noted = True

@@ -92,7 +92,7 @@ class TrainingCounts(Callback):
                     "optimizers that configure_optimizers gives"
                 )
             if trainer.global_step == 0:
-                raise AgreedError("no batch was trained: the training data gives none")
+                raise AgreedError("no batch was trained: the training loader is empty")
         if self._begun != 0:
             return
         best = next((call for call in trainer.callbacks if isinstance(call, SaveBest)), None)  # type: ignore[attr-defined]

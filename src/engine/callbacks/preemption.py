@@ -76,7 +76,7 @@ class Preemption(Callback):
         saving = "" if save is None else f" and a save {save:.1f} s"
         print(
             f"warning: a step takes {step:.1f} s{saving}, more than the {self.lead:.0f} s from a signal to the end: "
-            "a stop loses what came after the last save before it; --checkpoint.every_n_minutes says how much",
+            "the work since the last save may be lost; --checkpoint.every_n_minutes limits it",
             flush=True,
         )
 

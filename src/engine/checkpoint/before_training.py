@@ -60,7 +60,7 @@ def refuse_writers(trainer: Trainer) -> None:
         )
     if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
         raise AgreedError(
-            "trainer.plugins has AsyncCheckpointIO, which is not needed: the state is written behind training anyway "
+            "trainer.plugins has AsyncCheckpointIO, which is not needed: the state is written in the background anyway "
             "(--checkpoint.asynchronous); leave it out"
         )
 

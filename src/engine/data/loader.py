@@ -198,7 +198,7 @@ class GlobalBatchLoader:
         if samples > self.sampler.size:
             raise UserError(
                 f"the data set has {self.sampler.size} samples, and the checkpoint is at sample {samples} of {before}: "
-                "give the run its data back, or start another one (--fresh)"
+                "restore the data set, or start another run (--fresh)"
             )
         if before != self.sampler.size:
             rank_zero_only(print)(

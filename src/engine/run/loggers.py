@@ -79,7 +79,7 @@ class _Records:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                print(f"warning: {self.path} cannot be written ({error.strerror}); its events are lost meanwhile")
+                print(f"warning: {self.path} cannot be written ({error.strerror}); events are lost until it can")
             self._warned = True
 
     def flush(self) -> None:

@@ -107,9 +107,7 @@ class MetricsCSV(Logger):
                 sync(self.path)
         except OSError as error:
             if not self._warned:
-                print(
-                    f"warning: {self.path} cannot be written ({error.strerror or error}); its rows are lost meanwhile"
-                )
+                print(f"warning: {self.path} cannot be written ({error.strerror or error}); rows are lost until it can")
             self._warned = True
 
     def _put_row(self) -> None:

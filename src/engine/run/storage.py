@@ -25,7 +25,7 @@ def run_root(written: bool = True) -> tuple[Path, list[str]]:
     root = Path(given or "runs").expanduser()
     notes = []
     if given and not root.is_absolute():
-        notes.append(f"RUN_ROOT {given} is relative and means {root.absolute()} here; another folder elsewhere")
+        notes.append(f"RUN_ROOT {given} is relative: it means {root.absolute()} here, and another folder elsewhere")
     root = root.absolute()
     try:
         if not written and root.is_dir():

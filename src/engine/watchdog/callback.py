@@ -52,7 +52,7 @@ class Watchdog(Callback):
     A rank whose limit has passed reads the signs of all ranks twice: at fault are ranks whose sign has not changed in
     between, else those that have come less far than the others. One rank prints that, and rank 0 calls `record_hang`
     with its first line. Each writes its Python stacks to `hang-rank<k>.txt` and, over NCCL, PyTorch's record of the
-    last collectives. A checkpoint that is being written behind training gets half a minute; rank 0 then leaves, and the
+    last collectives. A checkpoint in the background gets half a minute; rank 0 then leaves, and the
     launcher ends the others.
 
     Time in which this process did not run at all does not count: a laptop that slept, a job that was suspended. Without

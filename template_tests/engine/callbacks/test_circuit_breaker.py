@@ -447,7 +447,7 @@ def test_a_name_that_nobody_logs_is_said_once(fit, capsys):
     watch = ["train/reward", "reward", "val/score", "train/loss"]
     fit(Sick(), {"zero_or_constant": watch, "steps": 40}, callbacks=[GlobalBatch()], validate=5, folder=False)
     said = capsys.readouterr().out
-    assert said.count("note: the breaker watches train/reward, which nobody has logged so far") == 1
+    assert said.count("note: the breaker watches train/reward, which has not been logged so far") == 1
     assert "(logged: reward, " in said
 
 

@@ -200,7 +200,7 @@ def test_a_module_without_optimizers_is_no_finished_run(counted, monkeypatch):
 @pytest.mark.filterwarnings("ignore:Total length of .* is zero")
 def test_data_without_a_batch_is_no_finished_run(counted):
     """Lightning skips the training and ends well."""
-    with pytest.raises(AgreedError, match="the training data gives none"):
+    with pytest.raises(AgreedError, match="the training loader is empty"):
         counted(Line(), DataLoader(cast(Dataset, DATA[:0])))
 
 

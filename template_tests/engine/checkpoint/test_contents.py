@@ -150,7 +150,7 @@ def test_training_goes_on_while_a_state_is_written(tmp_path: Path) -> None:
 
 
 def test_a_save_that_is_not_asynchronous_is_there_at_once(tmp_path: Path) -> None:
-    """With `asynchronous: false` nothing is written behind training."""
+    """With `asynchronous: false` nothing is written in the background."""
     files = Slow()
     train(tmp_path, Line(), files, asynchronous=False)
     assert not files.writing.is_set()
@@ -158,7 +158,7 @@ def test_a_save_that_is_not_asynchronous_is_there_at_once(tmp_path: Path) -> Non
 
 
 def test_the_older_one_goes_when_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write behind training that fails costs that state alone; the one before stays though only one is to be kept."""
+    """A failed write in the background costs that state alone; the one before stays though only one is to be kept."""
     from src.engine.checkpoint import write
 
     real = write.torch.save
