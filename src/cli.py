@@ -21,8 +21,6 @@ if __name__ == "__main__":  # the imports below take seconds, on a network's fil
 
 import torch
 import yaml
-from jsonargparse import ActionYesNo
-from jsonargparse.typing import PositiveFloat
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar, Timer
 from lightning.pytorch.cli import LightningArgumentParser
@@ -30,7 +28,6 @@ from lightning.pytorch.cli import LightningArgumentParser
 from src.engine import exit_codes, signals, stopped
 from src.engine.agreement import agree
 from src.engine.breaker.callback import CircuitBreaker
-from src.engine.breaker.rules import BreakerSettings
 from src.engine.callbacks.counts import TrainingCounts
 from src.engine.callbacks.ema import EMA
 from src.engine.callbacks.frozen import Frozen
@@ -44,7 +41,6 @@ from src.engine.callbacks.step_costs import FreeGradients, FreezeGarbage
 from src.engine.callbacks.throughput import Throughput
 from src.engine.checkpoint.best import SaveBest
 from src.engine.checkpoint.save import SaveNewest
-from src.engine.checkpoint.schedule import CheckpointSettings
 from src.engine.checkpoint.write import WholeFiles
 from src.engine.config import config_files
 from src.engine.data.loader import stop_workers
@@ -52,6 +48,7 @@ from src.engine.errors import NotSavedError, Stopped, UserError
 from src.engine.files import write_text
 from src.engine.lightning_cli import StrictCLI
 from src.engine.memory.callback import OutOfMemory
+from src.engine.options import OF_ONE_START, add_options
 from src.engine.outcome import keep_metrics, leave, out_of_time, report, results, run_to_its_end
 from src.engine.preparation import prepare_environment, prepare_yaml, quieten
 from src.engine.resolve.precision import Card
@@ -72,11 +69,9 @@ from src.engine.sharding.wrapping import checkpoint_activations, compile_blocks
 from src.engine.trainer import ProjectTrainer, as_list, trainer_settings
 from src.engine.watchdog.callback import Watchdog
 from src.engine.watchdog.dump import record_collectives
-from src.engine.watchdog.settings import WatchdogSettings, debug_collectives, fit_timeouts
+from src.engine.watchdog.settings import debug_collectives, fit_timeouts
 from src.strategies import is_ours, resolve_strategy
 from src.strategies.fsdp import choose_format
-
-OF_ONE_START = ("run", "allow_changed", "fresh", "output")  # options that are no part of an experiment
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -126,42 +121,7 @@ class ProjectCLI(StrictCLI):
     # --- parse ---
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the settings beside trainer, model and data."""
-        parser.add_argument(
-            "--task", type=str | None, default=None, help="configs/tasks/<task>.yaml, if no model is named"
-        )
-        parser.add_argument(
-            "--run", type=str | None, default=None, help="name of the run; an existing one is continued"
-        )
-        parser.add_argument(
-            "--allow_changed",
-            "--allow-changed",
-            type=str | None,
-            default=None,
-            help=f"continue a run although these have changed, with commas between: {', '.join(ESSENTIAL)}",
-        )
-        parser.add_argument(
-            "--fresh", action=ActionYesNo, default=False, help="start another run, NAME-2, if --run NAME is there"
-        )
-        parser.add_argument(
-            "--output", type=str | None, default=None, help="folder for what an evaluation writes; default: the run's"
-        )
-        parser.add_argument("--global_batch_size", type=int | None, help="samples per optimizer step over all devices")
-        parser.add_argument("--micro_batch_size", type=int | None, help="samples per device and pass")
-        parser.add_argument("--compile", type=bool, default=False, help="compile the model block by block")
-        parser.add_argument(
-            "--activation_checkpointing", type=bool, default=False, help="recompute blocks' activations"
-        )
-        parser.add_class_arguments(CheckpointSettings, "checkpoint")
-        parser.add_class_arguments(BreakerSettings, "breaker")
-        parser.add_class_arguments(WatchdogSettings, "watchdog")
-        parser.add_argument(
-            "--collective_timeout_minutes",
-            type=PositiveFloat | None,
-            default=None,
-            help="how long a rank waits for the others in a collective; null: what the strategy says, 30",
-        )
-        parser.add_argument("--debug_collectives", type=bool, default=False, help="NCCL and PyTorch report at INFO")
+        add_options(parser)
 
     # --- resolve ---
 

@@ -27,7 +27,7 @@ ENGINE = (
     *("moved", "exit_codes", "errors", "secret", "text", "nested", "cpus", "files", "streams"),
     *("preparation", "signals", "stopped", "poll", "distributed", "config", "data", "checkpoint", "sharding"),
     *("watchdog", "rank_zero", "resolve", "run", "memory", "callbacks", "breaker"),
-    *("agreement", "trainer", "lightning_cli", "outcome"),
+    *("agreement", "trainer", "options", "lightning_cli", "outcome"),
 )
 HEAVY = ("torch", "lightning", "torchmetrics", "jsonargparse")
 
