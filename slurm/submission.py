@@ -140,9 +140,11 @@ def _check(job: Job) -> None:
 
 
 def _card(cluster: Cluster) -> str:
-    """Return the cluster's card as src.check reads it; cpu also where the file says nothing of the card."""
-    card = cluster.gpus.get(cluster.gpu or "") if cluster.accelerator == "gpu" else None
-    return f"{cluster.gpu}:{card.capability}" if card else "cpu"
+    """Return the cluster's card as src.check reads it; one that can do everything where the file does not name it."""
+    if cluster.accelerator == "cpu":
+        return "cpu"
+    card = cluster.gpus.get(cluster.gpu or "")
+    return f"{cluster.gpu}:{card.capability}" if card else "unknown:99.0"
 
 
 def _refuse_second(job: Job) -> None:

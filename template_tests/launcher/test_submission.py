@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from slurm.submission import _card
+from src.check import read_cards
+from src.engine.resolve.precision import resolve_precision
+from template_tests.launcher.test_script import SHIPPED, site
 from template_tests.launching import make_project
 
 Submit = Callable[..., subprocess.CompletedProcess[str]]
@@ -305,3 +309,13 @@ def test_a_closed_pipe_and_a_plain_terminal_are_no_errors(project: Path, tmp_pat
     assert "BrokenPipe" not in done.stderr
     shown = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
     assert shown.stdout.startswith("1 node ? 4 A100")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_check_knows_the_card_of_each_cluster(name: str) -> None:
+    """fp16 is accepted on every cluster with GPUs, also where its file does not say which; on CPUs it is not."""
+    cluster = site(name)
+    cards = read_cards(_card(cluster))
+    assert bool(cards) == (cluster.accelerator == "gpu")
+    for precision in ("auto", "32-true", *(["16-mixed"] if cards else [])):
+        assert resolve_precision(precision, cards).value
