@@ -16,10 +16,11 @@ test: setup
 	$(PYTEST)
 
 # The version that this project is of, as cruft knows it.
-of_cruft = $(shell sed -n 's/^ *"$(1)": "\(.*\)",$$/\1/p' .cruft.json)
+of_cruft = $(shell sed -n 's/^ *"$(1)": "\(.*\)",$$/\1/p' .cruft.json 2>/dev/null)
 TEMPLATE ?= $(call of_cruft,template)
 COMMIT ?= $(call of_cruft,commit)
 engine-tests: setup
+	@test -n "$(TEMPLATE)" || { echo "no .cruft.json: make engine-tests TEMPLATE=<repository> COMMIT=<the project's>"; exit 2; }
 	rm -rf .cache/template
 	git clone --quiet "$(TEMPLATE)" .cache/template
 	git -C .cache/template checkout --quiet "$(COMMIT)"
