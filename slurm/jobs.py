@@ -31,7 +31,7 @@ if not __package__:  # run as a script, Python puts slurm/ on the path, where it
 from slurm import sbatch
 from slurm.cluster import load_cluster
 from slurm.errors import LaunchError, Parser
-from slurm.node import failed_rank as fallen
+from slurm.node import failed_rank
 from slurm.plan import find_run_root
 from slurm.resume import resume
 from slurm.status import State, hint, states
@@ -102,8 +102,8 @@ def _show_ends(batch: Path, ranks: dict[int, Path], lines: int) -> None:
     """Print how each rank ended, and the output of the one that failed first: the others often only lost it."""
     said = batch.read_text(errors="replace") if batch.exists() else ""
     texts = {rank: path.read_text(errors="replace") for rank, path in ranks.items()}
-    ends = fallen.ends(said)
-    first = fallen.first(ends, texts)
+    ends = failed_rank.ends(said)
+    first = failed_rank.first(ends, texts)
     for rank in sorted({*ends, *ranks}):
         mark = "  <- fell first" if rank == first else ""
         print(f"rank {rank} {ends.get(rank, 'ended well, or runs')}{mark}")

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from slurm.node import failed_rank as fallen
+from slurm.node import failed_rank
 from src.cli import ProjectCLI, main
 from src.engine import exit_codes
 from src.engine.errors import UserError
@@ -352,7 +352,7 @@ def test_a_job_ends_as_the_rank_without_memory(tmp_path: Path) -> None:
     codes = [process.returncode for process in processes]
     assert codes == [exit_codes.LOST_A_RANK, exit_codes.OUT_OF_MEMORY], outputs
     batch = "".join(f"srun: error: n1: task {rank}: Exited with exit code {codes[rank]}\n" for rank in (0, 1))
-    assert fallen.job_exit_code(batch, max(codes)) == exit_codes.OUT_OF_MEMORY
+    assert failed_rank.job_exit_code(batch, max(codes)) == exit_codes.OUT_OF_MEMORY
 
 
 def test_torchrun_names_the_rank_without_memory(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from slurm import race, status
 from slurm.cluster import ROOT
-from slurm.node import failed_rank as fallen
-from slurm.node import history
+from slurm.node import failed_rank, history
 
 Jobs = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -406,7 +405,7 @@ def test_logs_are_there_without_slurm(root: Path, bin_folder: Path, run_jobs: Jo
 @pytest.mark.parametrize(("text", "ranks"), [("3", [3]), ("0-2,5", [0, 1, 2, 5])])
 def test_slurms_task_lists(text: str, ranks: list[int]) -> None:
     """As srun writes them."""
-    assert fallen.task_numbers(text) == ranks
+    assert failed_rank.task_numbers(text) == ranks
 
 
 BATCH = "job 11, first start, on n1\nsrun: error: n1: task 9: Exited with exit code 3\njob 11, restart 1, on n1\n"
@@ -430,7 +429,7 @@ BATCH = "job 11, first start, on n1\nsrun: error: n1: task 9: Exited with exit c
 def test_a_job_ends_with_the_code_of_the_rank_that_fell(said: str, code: int) -> None:
     """Not with that of a rank that was ended with it, nor with that of an earlier start."""
     srun = 0 if not said else 137 if "143" not in said and "Termin" not in said else 143
-    assert fallen.job_exit_code(BATCH + said, srun) == code
+    assert failed_rank.job_exit_code(BATCH + said, srun) == code
 
 
 def test_what_is_free_is_shown(bin_folder: Path, run_jobs: Jobs) -> None:
