@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -203,21 +203,22 @@ def _state(
     job = record["job"]
     queued = queue.get(job)
     events = {row["job"]: history.read(folder, row["job"]) for row in rows}
-    seconds = {
-        name: history.spans(of_job, folder, running=name in queue and queue[name].state == "RUNNING")
-        for name, of_job in events.items()
-    }
+    seconds = {}
+    for name in events:
+        running = name in queue and queue[name].state == "RUNNING"
+        seconds[name] = history.spans(events[name], folder, running)
     summary = _json(folder / "summary.json")
-    ended = _why_ended(events[job])
-    if (folder / "DONE").exists() and not (queued and queued.live):
-        state, reason, nodes = "FINISHED", "", ""
+    nodes, ended = "", _why_ended(events[job])
+    if queued and queued.live:
+        state, reason, nodes = queued.state, queued.reason, queued.nodes
+    elif (folder / "DONE").exists():
+        state, reason = "FINISHED", ""
     elif queued:
-        state, nodes = queued.state, queued.nodes
-        reason = queued.reason if queued.live else ended or queued.reason
+        state, reason, nodes = queued.state, ended or queued.reason, queued.nodes
     else:
-        state, nodes = past.get(job) or "GONE", ""
-        why = str(summary.get("exit_reason", ""))
-        reason = ended or ("ended without a word" if why == "running" and state != "UNKNOWN" else why)
+        state, reason = past.get(job, "GONE"), ended or str(summary.get("exit_reason", ""))
+        if reason == "running" and state != "UNKNOWN":
+            reason = "ended without a word"
     return State(
         run=folder.name,
         folder=folder,
@@ -260,9 +261,9 @@ def _queue() -> dict[str, Queued]:
     return queue
 
 
-def _accounting(jobs: Iterable[str]) -> dict[str, str]:
+def _accounting(jobs: Sequence[str]) -> dict[str, str]:
     """Return the states of jobs that have left the queue; none without accounting."""
-    jobs = list(jobs)[-MOST_ASKED:]
+    jobs = jobs[-MOST_ASKED:]
     if not jobs or shutil.which("sacct") is None:
         return {}
     try:
