@@ -28,19 +28,35 @@ class ResolvedCLI(ProjectCLI):
 
 def main(argv: list[str] | None = None) -> int:
     """Check one command, or those that standard input has as JSON."""
-    card, *command = sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
     quieten()
     prepare_environment()
     prepare_yaml()
-    for arguments in json.load(sys.stdin) if command == ["-"] else [command]:
-        try:
-            ResolvedCLI(arguments, read_cards(card))
-        except SystemExit as ended:
-            if ended.code:
-                raise
-        except Exception as error:
-            return report(error)
+    try:
+        if len(words) < 2:
+            raise UserError("give a card and a command: python -m src.check a100:8.0 fit …")
+        cards, command = read_cards(words[0]), words[1:]
+        for arguments in read_commands() if command == ["-"] else [command]:
+            _resolve(arguments, cards)
+    except Exception as error:
+        return report(error)
     return exit_codes.DONE
+
+
+def _resolve(arguments: list[str], cards: list[Card]) -> None:
+    try:
+        ResolvedCLI(arguments, cards)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+
+
+def read_commands() -> list[list[str]]:
+    """Return the commands on standard input, a JSON list of lists of arguments."""
+    try:
+        return json.load(sys.stdin)
+    except ValueError as error:
+        raise UserError(f"standard input is no JSON list of commands ({error})") from error
 
 
 def read_cards(text: str) -> list[Card]:

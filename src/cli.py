@@ -110,8 +110,8 @@ def _run(argv: list[str]) -> int:
 class ProjectCLI(StrictCLI):
     """Parse, resolve what depends on the machine, build; then open the run and train, or evaluate: in this order."""
 
-    def __init__(self, argv: list[str], elsewhere: list[Card] | None = None) -> None:
-        self.elsewhere = elsewhere  # the GPUs of another machine, for which src.check resolves
+    def __init__(self, argv: list[str], cards: list[Card] | None = None) -> None:
+        self.cards = cards  # of another machine, for which src.check resolves; None: this one
         self.run: Run | None = None
         self.resume_command = "the same command"  # with --run, as soon as there is a run
         self.memory = OutOfMemory()
@@ -128,7 +128,7 @@ class ProjectCLI(StrictCLI):
     def before_instantiate_classes(self) -> None:
         """Find out what this machine makes of the configuration; refuse what cannot be."""
         self.config_text = self.dump(without=OF_ONE_START)  # fed back with --config it starts a run of its own
-        self.resolved = resolve(self.settings, config_files(self.argv), resolve_strategy, self.elsewhere)
+        self.resolved = resolve(self.settings, config_files(self.argv), resolve_strategy, self.cards)
         if self.settings.debug_collectives:
             debug_collectives()
         if self.resolved.plan is not None:
@@ -146,7 +146,7 @@ class ProjectCLI(StrictCLI):
             trainer = super().instantiate_trainer(**trainer_settings(self.resolved, given.trainer, is_ours), **kwargs)
         except (TypeError, ValueError) as error:  # of Lightning's checks: the user's objects are built
             raise UserError(str(error)) from error
-        self.resolved.is_ours = is_ours(trainer.strategy)
+        self.resolved.can_shard = is_ours(trainer.strategy)
         trainer.model_settings = yaml.safe_load(self.config_text).get("model")  # type: ignore[attr-defined]
         timeout = self.settings.collective_timeout_minutes
         self.hang_limit, notes = fit_timeouts(trainer.strategy, timeout, given.watchdog)

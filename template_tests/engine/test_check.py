@@ -54,3 +54,17 @@ def test_a_card_is_a_name_and_a_capability(text: str, capsys: pytest.CaptureFixt
     """Anything else is refused with an example."""
     assert main([text, "fit", *SMALL]) == 2
     assert "such as a100:8.0, or cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [([], "give a card and a command"), (["cpu"], "give a card and a command"), (["cpu", "-"], "no JSON")],
+)
+def test_a_call_that_is_incomplete_is_one_line(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No traceback, exit code 2."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("fit"))
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line

@@ -66,7 +66,7 @@ def advice(
         return [("", "fewer loader processes (--data.num_workers), or more memory of the host (Slurm: --mem)")]
     training = trainer.state.fn in (None, TrainerFn.FITTING)
     fsdp: Any = trainer.strategy if hasattr(trainer.strategy, "ranks_per_shard") else None  # FSDP's own setting
-    divisible = several and resolved.is_ours and not (fsdp and fsdp.cpu_offload)
+    divisible = several and resolved.can_shard and not (fsdp and fsdp.cpu_offload)
     divided = fsdp is not None and fsdp.reshard_after_forward and fsdp.ranks_per_shard is None
     by_class = "--trainer.strategy.reshard_after_forward true --trainer.strategy.ranks_per_shard null"
     given_by_class = fsdp is not None and not isinstance(settings.trainer.strategy, str)

@@ -32,14 +32,14 @@ class Resolution:
     plan: BatchPlan | None
     smaller_batch: list[str]  # options for half of the micro batch in the same global batch; [] where there is none
     notes: list[str] = field(default_factory=list)
-    is_ours: bool = False  # the strategy that was built is one of src/strategies/
+    can_shard: bool = False  # the strategy that was built is of src/strategies/, where fsdp can take its place
 
 
 def resolve(
     config: Namespace,
     files: list[str],
     resolve_strategy: Callable[[object, int], object],
-    elsewhere: list[Card] | None = None,
+    cards: list[Card] | None = None,
 ) -> Resolution:
     """Resolve a subcommand's merged configuration.
 
@@ -47,16 +47,16 @@ def resolve(
         config: of the subcommand
         files: the --config arguments, whose names label shapes
         resolve_strategy: turns a strategy's setting and the number of processes into what the Trainer is given
-        elsewhere: the GPUs of a node that is not this one, [] for its CPUs; None: this machine
+        cards: the GPUs of a node of another machine, [] for its CPUs; None: this machine
 
     """
     trainer = config.trainer
     _refuse_impossible(trainer)
     shape = read_shape(trainer.accelerator, trainer.num_nodes, trainer.devices)
-    if elsewhere is None:
+    environment: ClusterEnvironment = LightningEnvironment()
+    if cards is None:
         check_shape(shape, files, CONFIGS)
-    environment = process_environment(shape) if elsewhere is None else LightningEnvironment()
-    cards = local_cards(shape) if elsewhere is None else elsewhere
+        environment, cards = process_environment(shape), local_cards(shape)
     precision = resolve_precision(trainer.precision, cards)
     strategy = resolve_strategy(trainer.strategy, shape.world_size)
     plan = plan_of(config, shape.world_size)
