@@ -25,15 +25,9 @@ def newest(folder: Path, *, quarantine: bool = False) -> tuple[Path, int] | None
 
     The best by a metric may be of the middle of a step and counts only where no other is whole, as do the files of a
     user's own ModelCheckpoint; of these, one with weights alone cannot be resumed from. A damaged file is passed over
-    with a warning. What the disk refuses to read raises OSError (exit code 75): an older state would lose work.
-
-    Args:
-        folder: of `*.ckpt` files
-        quarantine: move damaged files to `quarantine/` in it; nothing is deleted
-
-    Raises:
-        NoWholeCheckpointError: there are files and none is whole; starting from scratch would bury the work.
-
+    with a warning, or moved to `quarantine/` in the folder. Where there are files and none is whole, this raises
+    NoWholeCheckpointError: starting from scratch would bury the work. What the disk refuses to read raises OSError
+    (exit code 75): an older state would lose work.
     """
     steps: dict[Path, int] = {}
     damaged: dict[Path, str] = {}

@@ -103,13 +103,7 @@ def _content(path: Path) -> dict[str, Any]:
 def prune(folder: Path, step: int, keep: int, for_good: int | None, bad_since: int | None) -> None:
     """Delete the oldest checkpoints up to `step`, which has just been written: later ones are not this start's.
 
-    Args:
-        folder: the run's `checkpoints/`
-        step: of the newest
-        keep: how many of the newest stay
-        for_good: multiples of so many steps stay, too
-        bad_since: the first step of what may prove the run broken: the newest state from before it stays
-
+    The newest `keep`, multiples of `for_good` steps, and the newest state from before step `bad_since` stay.
     """
     saved = [path for path in ours(folder, "newest") if step_in_name(path) <= step]
     healthy = [path for path in saved if bad_since is not None and step_in_name(path) < bad_since][-1:]

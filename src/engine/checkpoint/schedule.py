@@ -68,12 +68,8 @@ class CheckpointSettings:
 class Schedule:
     """Decide when a save is due, and when this start must stop: its time is over, or a signal has come to any rank.
 
-    The clock is rank 0's. All ranks learn of it, and of signals, about every two seconds (`Poll`).
-
-    Args:
-        settings: when to save
-        limit: seconds of training after which this start stops, with its state saved; None: none
-
+    The clock is rank 0's. All ranks learn of it, and of signals, about every two seconds (`Poll`). After `limit`
+    seconds of training this start stops, with its state saved.
     """
 
     def __init__(self, settings: CheckpointSettings, limit: float | None = None) -> None:

@@ -82,11 +82,7 @@ def load(path: Path, keys: Container[str] | None = None) -> dict[str, Any]:
 def join(content: dict[str, Any], path: Path, lazily: Container[str] = ()) -> dict[str, Any]:
     """Return `content` of the file `path` with its tensors put together from their parts.
 
-    Args:
-        content: of the file
-        path: of the file
-        lazily: keys under which `Rows` stand for the tensors, which need not all fit into memory at once
-
+    Under the keys `lazily`, `Rows` stand for the tensors, which need not all fit into memory at once.
     """
     files = [torch.load(part, map_location="cpu", weights_only=True, mmap=True) for part in parts_of(content, path)]
     joined: dict[tuple[int, ...], Tensor] = {}
@@ -133,12 +129,8 @@ def _size(path: Path) -> int:
 def sweep(folder: Path, below: int | None = None) -> None:
     """Delete the parts that no checkpoint in `folder`, or moved aside there, has.
 
-    A file that cannot be read, or that somebody has moved and renamed, keeps what has its step in the name.
-
-    Args:
-        folder: the run's `checkpoints/`
-        below: only parts of fewer steps, as those of later ones may be on their way; None: all, when nobody writes
-
+    A file that cannot be read, or that somebody has moved and renamed, keeps what has its step in the name. While a
+    run saves, only parts of steps `below` the newest go, as those of later ones may be on their way.
     """
     parts = [path for path in (folder / FOLDER).glob("*") if path.is_file()]
     if not parts:

@@ -90,12 +90,8 @@ class WholeFiles(TorchCheckpointIO):
     ) -> None:
         """Write each rank's `parts`, and on rank 0 then the file that makes a checkpoint of them. Collective.
 
-        Args:
-            checkpoint: all else, with IN_PARTS in their place
-            parts: this rank's rows of each sharded tensor, by its place in the checkpoint; {} for a rank with none
-            path: of the checkpoint
-            storage_options: as for `save_checkpoint`; the function is called on rank 0
-
+        `parts` has this rank's rows of each sharded tensor by its place in the checkpoint, where IN_PARTS stands for
+        it. A function as `storage_options` is called on rank 0 alone.
         """
         self.wait()
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

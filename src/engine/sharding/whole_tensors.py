@@ -14,12 +14,8 @@ from src.engine.nested import rebuild
 def to_full(state: Any, keep: bool) -> Any:
     """Return the same nested state with every sharded tensor whole, in the host's memory. Collective.
 
-    One tensor after the other, so that a device never holds more than one of them whole.
-
-    Args:
-        state: dictionaries, lists and tuples of tensors and of plain values
-        keep: whether this rank wants the result; where not, sharded tensors are left out
-
+    One tensor after the other, so that a device never holds more than one of them whole. On a rank that does not
+    `keep` the result, None stands for each sharded tensor.
     """
 
     def whole(_: str, value: Any) -> Any:
@@ -34,15 +30,8 @@ def to_full(state: Any, keep: bool) -> Any:
 def local_rows(state: Any, keep: bool) -> tuple[Any, dict[str, Tensor]]:
     """Return the same nested state with IN_PARTS for every tensor that is cut into rows, and this rank's rows of these.
 
-    A tensor that a module has sharded otherwise by itself is put together. Collective where there is one.
-
-    Args:
-        state: as for `to_full`
-        keep: as for `to_full`
-
-    Returns:
-        the state, and the rows by the tensor's place in it; none on a rank whose rows another one has, too
-
+    The rows are by the tensor's place in the state; of replicas, only the first returns them. A tensor that a
+    module has sharded otherwise by itself is put together as by `to_full`. Collective where there is one.
     """
     rows: dict[str, Tensor] = {}
 
