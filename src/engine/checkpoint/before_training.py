@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
-from src.engine.checkpoint.contents import refuse_unsafe
-from src.engine.errors import AgreedError, UserError
+from src.engine.errors import AgreedError
 
 # Lightning's callbacks with which a resumed run differs: why, and what to use instead (docs/callbacks.md).
 NOT_RESUMABLE: dict[type[Callback], str] = {
@@ -63,12 +62,3 @@ def refuse_writers(trainer: Trainer) -> None:
             "trainer.plugins has AsyncCheckpointIO, which is not needed: the state is written in the background anyway "
             "(--checkpoint.asynchronous); leave it out"
         )
-
-
-def refuse_state(trainer: Trainer) -> None:
-    """Refuse a state that no safe load would restore. Collective, as saving is."""
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    try:
-        refuse_unsafe(checkpoint)
-    except UserError as error:
-        raise AgreedError(str(error)) from error

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.engine.errors import UserError
+from src.engine.errors import AgreedError
 from src.engine.nested import rebuild
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -50,7 +50,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def refuse_unsafe(checkpoint: dict[str, Any]) -> None:
-    """Refuse before the first step a state with something that only an unsafe load could restore."""
+    """Refuse, on every rank alike, a state with something that only an unsafe load could restore."""
     unsafe: list[str] = []
 
     def check(name: str, value: Any) -> None:
@@ -62,7 +62,7 @@ def refuse_unsafe(checkpoint: dict[str, Any]) -> None:
     if not unsafe and not _is_safe(without):
         unsafe = [f"a key in {name}" for name, part in without.items() if not _is_safe(part)]
     if unsafe:
-        raise UserError(
+        raise AgreedError(
             f"the state of this run cannot be saved: {', '.join(unsafe[:3])}; a checkpoint holds tensors and plain "
             "types alone, as anything else can run code when it is loaded. Save its numbers instead (state_dict, "
             "on_save_checkpoint)"

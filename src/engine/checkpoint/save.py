@@ -13,7 +13,6 @@ from src.engine import stopped
 from src.engine.checkpoint.before_training import (
     note_manual_optimization,
     refuse_callbacks,
-    refuse_state,
     refuse_writers,
 )
 from src.engine.checkpoint.boundary import (
@@ -26,7 +25,7 @@ from src.engine.checkpoint.boundary import (
     validate_first,
     weight_versions,
 )
-from src.engine.checkpoint.contents import AVERAGE
+from src.engine.checkpoint.contents import AVERAGE, refuse_unsafe
 from src.engine.checkpoint.files import PENDING, bytes_of, prune
 from src.engine.checkpoint.rank_state import Keeper, every_runs_keepers
 from src.engine.checkpoint.schedule import CheckpointSettings, Schedule
@@ -110,7 +109,7 @@ class SaveNewest(Callback):
         self._restore(trainer)
         if not self._checked:
             self._checked = True
-            refuse_state(trainer)
+            refuse_unsafe(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
         due = self.schedule.due(trainer)
         if due or self._best:
             self._save(trainer, due, last=bool(self.schedule.stop))
