@@ -9,6 +9,7 @@ from src.engine import exit_codes
 from src.engine.checkpoint.files import fault, resumable, steps_inside, why_damaged
 from src.engine.checkpoint.move import free_name
 from src.engine.checkpoint.names import kind_by_name
+from src.engine.checkpoint.shards import read
 from src.engine.errors import UserError
 
 QUARANTINE = "quarantine"
@@ -70,5 +71,5 @@ def score_inside(path: Path, callback: str) -> torch.Tensor | None:
     """Return the best score in the state of the callback with this key; None where there is none."""
     if fault(path):
         return None
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("callbacks", {}).get(callback, {})
+    state = read(path).get("callbacks", {}).get(callback, {})
     return state.get("best_model_score")

@@ -3,9 +3,6 @@
 import errno
 import zipfile
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from src.engine.checkpoint import shards
 from src.engine.checkpoint.names import kind_by_name, ours, step_in_name
@@ -39,7 +36,7 @@ def fault(path: Path) -> str | None:
     if reason := _torn(path):
         return reason
     try:
-        content = _content(path)
+        content = shards.read(path)
         int(content["global_step"])
     except Exception as error:  # what pickle, torch or a missing key may raise
         return why_damaged(error)
@@ -62,17 +59,17 @@ def _torn(path: Path) -> str | None:
 
 def bytes_of(path: Path) -> int:
     """Return the size of a checkpoint, its parts included."""
-    return path.stat().st_size + sum(_content(path).get(shards.PARTS, {}).values())
+    return path.stat().st_size + sum(shards.read(path).get(shards.PARTS, {}).values())
 
 
 def steps_inside(path: Path) -> int:
     """Return the optimizer steps done in a checkpoint."""
-    return int(_content(path)["global_step"])
+    return int(shards.read(path)["global_step"])
 
 
 def rows_inside(path: Path) -> int:
     """Return how many steps have a row: under manual optimization batches, as Lightning's loggers count."""
-    content = _content(path)
+    content = shards.read(path)
     loops = content.get("loops", {}).get("fit_loop", {})
     manual = loops.get("epoch_loop.manual_optimization.optim_step_progress", {}).get("total", {}).get("completed")
     if not manual:
@@ -83,7 +80,7 @@ def rows_inside(path: Path) -> int:
 
 def place_inside(path: Path) -> str:
     """Return where in the data a checkpoint is, for people to read; loaders that keep no position have none."""
-    content = _content(path)
+    content = shards.read(path)
     loaders = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
     keys = {"epoch", "samples", "size"}
     positions = [state for state in loaders if isinstance(state, dict) and keys <= state.keys()]
@@ -93,11 +90,7 @@ def place_inside(path: Path) -> str:
 
 def resumable(path: Path) -> bool:
     """Return whether a file holds a whole state: a user's ModelCheckpoint may save weights alone."""
-    return kind_by_name(path) != "other" or "optimizer_states" in _content(path)
-
-
-def _content(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return kind_by_name(path) != "other" or "optimizer_states" in shards.read(path)
 
 
 def prune(folder: Path, step: int, keep: int, for_good: int | None, bad_since: int | None) -> None:

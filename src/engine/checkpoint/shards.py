@@ -71,9 +71,14 @@ class Rows:
         return torch.cat(self.parts)
 
 
+def read(path: Path) -> dict[str, Any]:
+    """Return what one file holds, parts left where they are; tensors are read from the disk where they are used."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
 def load(path: Path, keys: Container[str] | None = None) -> dict[str, Any]:
     """Return what a checkpoint holds, every tensor whole; what is in one piece is read where it is used."""
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    content = read(path)
     if keys is not None:
         content = {key: value for key, value in content.items() if key in keys or key == PARTS}
     return join(content, path)
@@ -84,7 +89,7 @@ def join(content: dict[str, Any], path: Path, lazily: Container[str] = ()) -> di
 
     Under the keys `lazily`, `Rows` stand for the tensors, which need not all fit into memory at once.
     """
-    files = [torch.load(part, map_location="cpu", weights_only=True, mmap=True) for part in parts_of(content, path)]
+    files = [read(part) for part in parts_of(content, path)]
     joined: dict[tuple[int, ...], Tensor] = {}
 
     def whole(name: str, value: Any) -> Any:
@@ -138,7 +143,7 @@ def sweep(folder: Path, below: int | None = None) -> None:
     kept, steps = set(), set()
     for path in [*folder.glob("*.ckpt"), *folder.glob("*/*.ckpt")]:
         try:
-            kept |= torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(PARTS, {}).keys()
+            kept |= read(path).get(PARTS, {}).keys()
         except Exception:  # a torn file fails in many ways
             steps.add(name[1] if (name := STEP.search(path.name)) else None)
     for path in parts:

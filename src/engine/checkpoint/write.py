@@ -18,7 +18,7 @@ from torch import Tensor
 from src.engine.checkpoint.contents import HostCopies, plain
 from src.engine.checkpoint.files import fault
 from src.engine.checkpoint.names import ours
-from src.engine.checkpoint.shards import FAILED, PARTS, await_parts, join, part_path, parts_of, sweep
+from src.engine.checkpoint.shards import FAILED, PARTS, await_parts, join, part_path, parts_of, read, sweep
 from src.engine.distributed import gather_objects
 from src.engine.files import replacing, sync, write_text
 
@@ -229,8 +229,7 @@ def give_name(path: Path, other: Path) -> None:
 
 def back_up(path: Path, folder: Path) -> None:
     """Copy a checkpoint and its parts to `folder`, and delete older copies there once the new one is whole."""
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    for file in [*parts_of(content, path), path]:
+    for file in [*parts_of(read(path), path), path]:
         copy = folder / file.relative_to(path.parent)
         copy.parent.mkdir(parents=True, exist_ok=True)
         with replacing(copy) as temporary:
