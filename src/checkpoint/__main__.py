@@ -53,10 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(error: UserError | OSError) -> int:
-    if isinstance(error, OSError):
-        error = FileError(error)
-    print("error: " + " ".join(str(error).split()), file=sys.stderr)
-    return error.exit_code
+    told = FileError(error) if isinstance(error, OSError) else error
+    print("error: " + " ".join(str(told).split()), file=sys.stderr)
+    return told.exit_code
 
 
 def _parser() -> Parser:
@@ -111,7 +110,8 @@ def _run(chosen: argparse.Namespace) -> int:
         case "status":
             show(run_folder(chosen.run), chosen.json)
         case "verify":
-            return verify(run_or_file(chosen.run)) if chosen.run else _verify_all()
+            runs = [run_or_file(chosen.run)] if chosen.run else newest_first(run_root(written=False)[0])
+            return max(map(_verify, runs), default=0)
         case "rollback":
             roll_back(run_folder(chosen.run), chosen.before_step)
         case "export":
@@ -122,15 +122,12 @@ def _run(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _verify_all() -> int:
-    """Verify every run; one without a whole checkpoint hides no other."""
-    code = 0
-    for run in newest_first(run_root(written=False)[0]):
-        try:
-            code = max(code, verify(run))
-        except (UserError, OSError) as error:
-            code = max(code, _complain(error))
-    return code
+def _verify(run: Path) -> int:
+    """Verify one run; one without a whole checkpoint hides no other."""
+    try:
+        return verify(run)
+    except (UserError, OSError) as error:
+        return _complain(error)
 
 
 if __name__ == "__main__":

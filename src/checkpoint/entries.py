@@ -19,7 +19,6 @@ from src.engine.run.storage import run_root
 
 FOLDER = "checkpoints"
 FILES_OF_A_RUN = ("config.yaml", "summary.json", FOLDER)
-KINDS = ("newest", "best", "other")  # of the candidates; other kinds are subfolders, from which no restart takes a file
 
 
 @dataclass
@@ -27,7 +26,7 @@ class Entry:
     """One checkpoint file. What is in it is read from inside, so a renamed file is still right."""
 
     path: Path
-    kind: str  # one of KINDS, or the subfolder that it was moved to
+    kind: str  # newest, best, other; or the subfolder that it was moved to, from which no restart takes a file
     bytes: int
     modified: float
     step: int | None = None
@@ -51,7 +50,7 @@ def run_folder(text: str) -> Path:
     folder = Path(text).expanduser().absolute()
     if not any((folder / name).exists() for name in FILES_OF_A_RUN):
         raise UserError(
-            f"{text} is no run directory (it has none of {', '.join(FILES_OF_A_RUN)}): "
+            f"{text} is neither a checkpoint file nor a run directory (it has none of {', '.join(FILES_OF_A_RUN)}): "
             f"give one, or the name of a run in {run_root(written=False)[0]}"
         )
     return folder
@@ -60,8 +59,6 @@ def run_folder(text: str) -> Path:
 def run_or_file(text: str) -> Path:
     """Return the checkpoint file or the run directory that the command line names."""
     path = Path(text).expanduser().absolute()
-    if path.suffix == ".ckpt" and not path.exists():
-        raise UserError(f"there is no file {path}: `list` shows those of a run")
     return path if path.is_file() else run_folder(text)
 
 
@@ -74,13 +71,14 @@ def files_of(run: Path) -> list[Path]:
 def entries(run: Path) -> list[Entry]:
     """Return every checkpoint of the run, newest step first; those whose step cannot be read come last."""
     found = [entry for path in files_of(run) if (entry := look(path))]
-    found.sort(key=lambda entry: KINDS.index(entry.kind) if entry.kind in KINDS else len(KINDS))
-    return sorted(found, key=lambda entry: -1 if entry.step is None else entry.step, reverse=True)
+    return sorted(
+        found, key=lambda entry: (-1 if entry.step is None else entry.step, entry.kind == "newest"), reverse=True
+    )
 
 
 def candidates(run: Path) -> list[Entry]:
     """Return the entries that a restart may take, in the order in which it tries them (see `newest`)."""
-    known = [entry for entry in entries(run) if entry.kind in KINDS and entry.step is not None]
+    known = [entry for entry in entries(run) if is_candidate(entry.path) and entry.step is not None]
     return sorted(known, key=lambda entry: entry.kind != "newest")  # stable: the newest step first in both groups
 
 
@@ -92,8 +90,7 @@ def look(path: Path) -> Entry | None:
         return None
     entry = Entry(path, kind_of(path), stat.st_size, stat.st_mtime)
     try:
-        with zipfile.ZipFile(path):  # its directory is at the end: a torn file is named as such
-            pass
+        zipfile.ZipFile(path).close()  # its directory is at the end: a torn file is named as such
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         entry.bytes += sum(content.get(PARTS, {}).values())
         entry.reason = lacking(content, path)
@@ -112,14 +109,17 @@ def kind_of(path: Path) -> str:
     return kind_by_name(path) if path.parent.name == FOLDER else path.parent.name
 
 
+def is_candidate(path: Path) -> bool:
+    """Return whether a restart may take the file: it was moved to no subfolder."""
+    return path.parent.parent.name != FOLDER
+
+
 def _score(content: dict[str, Any]) -> tuple[str | None, float | None]:
     """Return the metric's name and value that the callback knew when it saved the best."""
-    states = content.get("callbacks", {})
-    for key in sorted(states, key=lambda key: not str(key).startswith("SaveBest")):  # before a project's own
-        state = states[key]
-        if isinstance(state, dict) and state.get("best_model_score") is not None:
+    for key, state in content.get("callbacks", {}).items():
+        if key.startswith("SaveBest"):
             value = float(state["best_model_score"])
-            return state.get("monitor"), value if math.isfinite(value) else None
+            return state["monitor"], value if math.isfinite(value) else None
     return None, None
 
 

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from src.checkpoint.entries import FOLDER, KINDS, entries, files_of, kind_of, restart_from
+from src.checkpoint.entries import FOLDER, entries, files_of, is_candidate, kind_of, restart_from
 from src.checkpoint.status import state_of
 from src.engine.checkpoint.choose import NoWholeCheckpointError
 from src.engine.checkpoint.files import fault
-from src.engine.errors import UserError
 from src.engine.run.directory import newest_first
 from src.engine.text import age, number, shorten, size, table
 
@@ -36,52 +35,45 @@ CHECKPOINTS: dict[str, Callable[[Row], str]] = {
 RIGHT = ("STEP", "EPOCH", "CHECKPOINTS", "NEWEST", "SIZE", "AGE")
 
 
-def _print(rows: list[Row], columns: dict[str, Callable[[Row], str]]) -> None:
-    cells = [list(columns), *([text(row) for text in columns.values()] for row in rows)]
-    print(table(cells, right=[n for n, name in enumerate(columns) if name in RIGHT]))
+def _print(rows: list[Row], columns: dict[str, Callable[[Row], str]], as_json: bool, without: str) -> None:
+    """Print the rows as a table or as JSON; `without` is the text for no rows."""
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    elif rows:
+        cells = [list(columns), *([text(row) for text in columns.values()] for row in rows)]
+        print(table(cells, right=[n for n, name in enumerate(columns) if name in RIGHT]))
+    else:
+        print(without)
 
 
 def list_runs(root: Path, as_json: bool) -> None:
     """Print one line per run, the one that was started last first. No checkpoint is opened."""
-    rows = [_of_run(folder) for folder in newest_first(root)]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-    elif rows:
-        _print(rows, RUNS)
-    else:
-        print(f"no run in {root} yet")
+    _print([_of_run(folder) for folder in newest_first(root)], RUNS, as_json, f"no run in {root} yet")
 
 
 def _of_run(folder: Path) -> Row:
-    row: Row = {"name": folder.name, "state": "unreadable", "last_step": None, "checkpoints": 0}
-    times = []
-    with contextlib.suppress(UserError, OSError):  # `status` says why; the other runs are shown all the same
-        files = [path for path in files_of(folder) if path.parent.name == FOLDER]
-        row["checkpoints"] = len(files)
-        for path in files:
-            with contextlib.suppress(FileNotFoundError):  # training has just deleted it
-                times.append(path.stat().st_mtime)
+    row: Row = {
+        "name": folder.name,
+        "state": "unreadable",
+        "last_step": None,
+        "checkpoints": 0,
+        "newest_modified": None,
+    }
+    with contextlib.suppress(OSError):  # `status` says why; the other runs are shown all the same
         state = state_of(folder)
-        row |= {"state": state.name, "last_step": state.last_step}
-    return row | {"newest_modified": max(times, default=None), "folder": str(folder)}
+        files = list((folder / FOLDER).glob("*.ckpt"))
+        row |= {"state": state.name, "last_step": state.last_step, "checkpoints": len(files)}
+        row["newest_modified"] = max((path.stat().st_mtime for path in files), default=None)
+    return row | {"folder": str(folder)}
 
 
 def list_checkpoints(run: Path, before_step: int | None, as_json: bool) -> None:
-    """Print the run's checkpoints, newest step first; with `before_step` only those of fewer steps."""
-    rows = [entry.facts() for entry in entries(run)]
-    unknown = sum(row["step"] is None for row in rows)
-    if before_step is not None:
-        rows = [row for row in rows if row["step"] is not None and row["step"] < before_step]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    if rows:
-        _print(rows, CHECKPOINTS)
-        print("VALID is what a quick look finds; `verify` reads every byte")
-    else:
-        print(f"{run} has no checkpoint {'yet' if before_step is None else f'before step {before_step}'}")
-    if unknown and before_step is not None:
-        print(f"not shown: {unknown} damaged, whose step cannot be read")
+    """Print the run's checkpoints, newest step first; with `before_step` those of fewer steps, or of an unknown one."""
+    rows = [
+        entry.facts() for entry in entries(run) if before_step is None or entry.step is None or entry.step < before_step
+    ]
+    when = "yet" if before_step is None else f"before step {before_step}"
+    _print(rows, CHECKPOINTS, as_json, f"{run} has no checkpoint {when}")
 
 
 def verify(run_or_file: Path) -> int:
@@ -89,28 +81,18 @@ def verify(run_or_file: Path) -> int:
 
     Files in subfolders are read too, but no restart takes them, so they do not count.
     """
-    if run_or_file.is_file():
-        return _verify([run_or_file], run_or_file.parent.parent)
-    run = run_or_file
-    code = _verify(files_of(run), run.parent)
-    chosen, _ = restart_from(run)
-    if chosen is None:
-        print(f"{run.name}: no checkpoint yet")
-    else:
-        print(f"{run.name}: a restart resumes from step {chosen[1]}, {chosen[0].name}")
-    return code
-
-
-def _verify(paths: list[Path], relative_to: Path) -> int:
     code = 0
-    for path in paths:
+    for path in [run_or_file] if run_or_file.is_file() else files_of(run_or_file):
         reason = fault(path)
         if reason is not None and not path.exists():  # training has just replaced it
             continue
-        aside = path.parent.parent.name == FOLDER and kind_of(path) not in KINDS
         result = "ok" if reason is None else f"damaged: {shorten(reason, 300)}"
-        note = f" ({kind_of(path)}, no candidate)" if aside else ""
-        print(f"{path.relative_to(relative_to)}  {result}{note}", flush=True)
-        if reason is not None and not aside:
+        note = "" if is_candidate(path) else f" ({kind_of(path)}, no candidate)"
+        print(f"{path}  {result}{note}", flush=True)
+        if reason is not None and is_candidate(path):
             code = NoWholeCheckpointError.exit_code
+    if run_or_file.is_dir():
+        chosen, _ = restart_from(run_or_file)
+        restart = f"a restart resumes from step {chosen[1]}, {chosen[0].name}" if chosen else "no checkpoint yet"
+        print(f"{run_or_file.name}: {restart}")
     return code

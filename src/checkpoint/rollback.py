@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 from src.checkpoint.entries import FOLDER, Entry, candidates, known_steps
-from src.checkpoint.status import SILENT, state_of
 from src.engine.checkpoint.files import fault
 from src.engine.checkpoint.move import free_name
 from src.engine.errors import UserError
+from src.engine.files import read_json
 from src.engine.run.lock import hold, owner, release
 
 ASIDE = "rolled-back"
@@ -21,7 +21,6 @@ def roll_back(run: Path, before_step: int) -> None:
     """
     if (holder := owner(run)) is not None:
         raise UserError(f"run {run.name} is being trained right now by {holder}: stop it, then roll back")
-    state = state_of(run)
     earlier = [entry for entry in candidates(run) if (entry.step or 0) < before_step and not entry.weights_only]
     target = next((entry for entry in earlier if fault(entry.path) is None), None)
     if target is None:
@@ -39,9 +38,8 @@ def roll_back(run: Path, before_step: int) -> None:
     print(f"the next start of run {run.name} resumes from step {target.step}, {target.path.name}")
     if target.kind != "newest":
         print("note: if the best was found in the middle of a step, between two micro batches, resuming is not exact")
-    if state.name == "running":
-        print(f"note: the run gave a sign of life less than {SILENT} s ago; stop it if another machine trains it")
-    print(f"continue with: {state.summary.get('continue_command') or f'the same command, with --run {run.name}'}")
+    command = read_json(run / "summary.json").get("continue_command", f"the same command, with --run {run.name}")
+    print(f"continue with: {command}")
 
 
 def _move(later: list[Entry], run: Path) -> int:

@@ -5,17 +5,17 @@ import csv
 import datetime
 import json
 import math
+import os
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src.checkpoint.entries import files_of, look, restart_from
+from src.checkpoint.entries import FOLDER, files_of, look, restart_from
 from src.engine.checkpoint.choose import NoWholeCheckpointError
 from src.engine.checkpoint.files import place_inside
 from src.engine.checkpoint.names import ours, step_in_name
-from src.engine.errors import UserError
 from src.engine.files import read_json
 from src.engine.run.lock import owner
 from src.engine.text import age, duration, shorten, table
@@ -35,22 +35,21 @@ class State:
     last_step: int | None = None
     written: float | None = None  # the last sign of life, in seconds since the epoch
     owner: str | None = None
-    summary: dict[str, Any] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)  # the last of metrics.csv: step and loss
-    notes: list[str] = field(default_factory=list)
 
 
 def state_of(run: Path, now: float | None = None) -> State:
     """Return how the run stands, from DONE, the lock and the summary, in this order."""
     now = time.time() if now is None else now
-    summary, beat, rows = _summary(run), read_json(run / HEARTBEAT_FILE), _last_rows(run)
-    signs = [sign for sign in (beat.get("written"), _written(run, summary)) if isinstance(sign, int | float)]
+    summary, beat = read_json(run / "summary.json"), read_json(run / HEARTBEAT_FILE)
+    signs = [beat["written"]] if "written" in beat else []
+    if "written" in summary:
+        signs.append(datetime.datetime.fromisoformat(summary["written"]).timestamp())
     # Of a run that was killed each of these is of another moment.
-    saved = map(step_in_name, ours(run / "checkpoints", "newest")[-1:])
-    logged = (row["step"] + 1 for row in rows[-1:])  # rows count from 0
+    saved = map(step_in_name, ours(run / FOLDER, "newest")[-1:])
+    logged = (step + 1 for step, _ in last_rows(run)[-1:])  # rows count from 0
     steps = (summary.get("last_step"), beat.get("step"), *logged, *saved)
-    last = max((step for step in steps if isinstance(step, int)), default=None)
-    state = State("new", "never trained", last, max(signs, default=None), summary=summary, rows=rows)
+    last = max((step for step in steps if step is not None), default=None)
+    state = State("new", "never trained", last, max(signs, default=None))
     reason = summary.get("exit_reason")
     silence = None if state.written is None else now - state.written
     if (run / "DONE").exists():
@@ -70,74 +69,38 @@ def state_of(run: Path, now: float | None = None) -> State:
     elif reason is not None:
         state.name, state.why = ENDINGS.get(reason, "stopped"), str(reason)
     elif files_of(run):
-        state.name, state.why = "stopped", "there are checkpoints, and no summary.json"
-    if silence is not None and silence < 0:
-        state.notes.append(
-            f"the last sign of life is {duration(-silence)} in the future and counts as fresh: "
-            "the clocks of this machine and of the one that trains differ"
-        )
+        state.name, state.why = "stopped", "there are checkpoints, and no whole summary.json"
     return state
 
 
 def _is_gone(beat: dict[str, Any]) -> bool:
     """Return whether the process that wrote the sign of life ran on this machine and has ended."""
-    pid = beat.get("pid")
-    return beat.get("host") == socket.gethostname() and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
+    return beat.get("host") == socket.gethostname() and not Path(f"/proc/{beat['pid']}").exists()
 
 
-def _last_rows(run: Path) -> list[dict[str, Any]]:
-    """Return the last rows of metrics.csv as {step, loss}; loss is None in a row without one."""
+def last_rows(run: Path) -> list[tuple[int, float | None]]:
+    """Return step and loss of the last rows of metrics.csv; the loss is None in a row without one."""
     rows = []
     with contextlib.suppress(OSError), (run / "metrics.csv").open("rb") as file:
-        names = file.readline().decode(errors="replace").strip().split(",")
-        begin = file.tell()
-        file.seek(max(begin, file.seek(0, 2) - 65536))
-        whole = file.tell() == begin
-        lines = file.read().decode(errors="replace").split("\n")[:-1]  # without what is being written
-        for row in csv.reader(lines if whole else lines[1:]):
-            values = dict(zip(names, row, strict=False))
-            with contextlib.suppress(KeyError, ValueError):  # torn
-                loss = float(values["train/loss"]) if values.get("train/loss") else None
-                rows.append({"step": int(values["step"]), "loss": loss})
+        header = file.readline()
+        file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - 65536))
+        lines = (header + file.read()).decode(errors="replace").split("\n")[:-1]  # without what is being written
+        for row in csv.DictReader(lines):
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # the first may be cut
+                rows.append((int(row["step"]), float(row["train/loss"]) if row.get("train/loss") else None))
     return rows
-
-
-def _losses(rows: list[dict[str, Any]]) -> list[tuple[int, float | None]]:
-    """Return the last three losses, None if not finite: with healthy ones a run was stopped from outside."""
-    losses = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None][-3:]
-    return [(step, loss if math.isfinite(loss) else None) for step, loss in losses]
-
-
-def _summary(run: Path) -> dict[str, Any]:
-    path = run / "summary.json"
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}): continue the run, which writes it anew, or delete it") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _written(run: Path, summary: dict[str, Any]) -> float | None:
-    """Return when the summary was written, by the clock of the machine that trains; else by the file's date."""
-    if not summary:
-        return None
-    try:
-        return datetime.datetime.fromisoformat(summary["written"]).timestamp()
-    except (KeyError, TypeError, ValueError):
-        return (run / "summary.json").stat().st_mtime
 
 
 def facts(run: Path) -> dict[str, Any]:
     """Return all that `status` prints, as values for a program. Reads every byte of the newest checkpoint."""
-    state = state_of(run)
-    notes, chosen, checkpoint, lost = list(state.notes), None, None, state.last_step
+    state, summary = state_of(run), read_json(run / "summary.json")
+    checkpoint, lost = None, state.last_step
     try:
-        chosen, damaged = restart_from(run)
-        notes += damaged
+        chosen, notes = restart_from(run)
     except NoWholeCheckpointError as error:
-        notes.append(str(error))
+        chosen, notes = None, [str(error)]
+    # With healthy losses a run was stopped from outside.
+    losses = [(step, loss) for step, loss in last_rows(run) if loss is not None][-3:]
     if chosen and (entry := look(chosen[0])):
         checkpoint = entry.facts() | {"place": place_inside(entry.path)}
         lost = None if state.last_step is None else max(0, state.last_step - chosen[1])
@@ -148,13 +111,13 @@ def facts(run: Path) -> dict[str, Any]:
         "why": state.why,
         "owner": state.owner,
         "last_step": state.last_step,
-        "losses": _losses(state.rows),
+        "losses": [(step, loss if math.isfinite(loss) else None) for step, loss in losses],
         "sign_of_life": state.written,
         "ranks": rank_rows(read_json(run / HEARTBEAT_FILE), time.time() if state.name == "running" else None),
         "checkpoint": checkpoint,
         "steps_lost": lost,
-        "error": state.summary.get("error"),
-        "continue_command": state.summary.get("continue_command"),
+        "error": summary.get("error"),
+        "continue_command": summary.get("continue_command"),
         "notes": notes,
     }
 
