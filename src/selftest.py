@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
     streams.survive_closed_streams()
 
-from src.checkpoint.compare import differences, outcome
+from src.checkpoint.compare import differences, outcome, shown
 from src.engine.files import TEMPORARY
 
 # Long enough for a few kills, with a save every few steps.
@@ -33,7 +33,6 @@ SMALL = [
     *("--trainer.val_check_interval", "7", "--trainer.log_every_n_steps", "3"),
 ]
 SAVES = ["--checkpoint.every_n_steps", "2"]
-SHOWN = 12  # lines on what differs
 
 
 class FailedError(Exception):
@@ -133,9 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         print("bit-identical: weights, optimizer, schedules, random numbers, counters and every logged row")
         return 0
     lines.sort(key=lambda line: not line.startswith("metrics.csv"))  # the first row that differs says when
-    print("DIFFERENT:", *lines[:SHOWN], sep="\n")
-    if len(lines) > SHOWN:
-        print(f"… and {len(lines) - SHOWN} more")
+    print("DIFFERENT:", shown(lines), sep="\n")
     print(f"both runs, with their logs: {folder}")
     return 1
 

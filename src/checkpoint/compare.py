@@ -27,10 +27,14 @@ def diff(first: Path, second: Path) -> bool:
         lines = list(differences(outcome(first), outcome(second)))
     else:
         lines = list(differences(states(_file(first)), states(_file(second))))
-    print("\n".join(lines[:SHOWN]) or "identical")
-    if len(lines) > SHOWN:
-        print(f"… and {len(lines) - SHOWN} more")
+    print(shown(lines) or "identical")
     return bool(lines)
+
+
+def shown(lines: list[str]) -> str:
+    """Return the first lines, and how many more there are."""
+    more = f"\n… and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return "\n".join(lines[:SHOWN]) + more
 
 
 def _file(path: Path) -> Path:

@@ -13,7 +13,7 @@ from src.engine.checkpoint.files import fault
 from src.engine.checkpoint.shards import load
 from src.engine.errors import UserError
 from src.engine.files import replacing
-from src.engine.text import size
+from src.engine.text import shorten, size
 
 FORMATS = (".safetensors", ".pt")
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what wrappers add to the name of every parameter below them
@@ -36,11 +36,11 @@ def export(
     if not isinstance(content.get("state_dict"), dict):
         raise UserError(f"{entry.path} holds no state_dict: give a checkpoint that training wrote")
     average = {} if trained else average_in(content)
-    weights = {
-        name: average[name].to(value.dtype) if name in average else value
+    named = {
+        _unwrapped(name): average[name].to(value.dtype) if name in average else value
         for name, value in content["state_dict"].items()
     }
-    weights, dropped = _under(_unwrap(weights), prefix)
+    weights, dropped = _under(named, prefix)
     run = entry.path.parent.parent if entry.path.parent.name == FOLDER else entry.path.parent
     facts = {"run": run.name, "step": str(entry.step), "epoch": str(entry.epoch), "checkpoint": entry.path.name}
     _write(weights, out, facts)
@@ -52,8 +52,6 @@ def export(
         print("it is the average of the weights (EMA), which validation measures; --trained gives the optimizer's own")
     if dropped and prefix is None:
         print(f"all names began with {dropped!r}, which is dropped; --prefix '' keeps it")
-    elif prefix is None and len(first := _first_components(weights)) > 1:
-        print(f"the names are those of the whole module ({_some(first)}); --prefix NAME. exports one part of it")
 
 
 def _check(source: Path, out: Path, *, chosen: bool, force: bool) -> None:
@@ -61,10 +59,7 @@ def _check(source: Path, out: Path, *, chosen: bool, force: bool) -> None:
     if out.suffix not in FORMATS:
         raise UserError(f"{out} ends in {out.suffix or 'nothing'!r}; give a name that ends in .safetensors or .pt")
     if out.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
-        raise UserError(
-            f"{out} needs a package that is not installed: pip install safetensors, "
-            f"or give {out.with_suffix('.pt')}, which needs none"
-        )
+        raise UserError(f"{out} needs `pip install safetensors`; {out.with_suffix('.pt')} needs no package")
     if out.exists() and not force:
         raise UserError(f"{out} exists already and is left as it is; give another name, or --force to replace it")
     if source.is_file() and chosen:
@@ -92,42 +87,29 @@ def _choose(source: Path, step: int | None, best: bool) -> Entry:
     raise UserError(f"{path} is damaged ({reason}): give another step, `verify` says which are whole")
 
 
-def _unwrap(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights under the names that a model has without wrappers."""
-    return {
-        ".".join(part for part in name.split(".") if part not in WRAPPERS): value for name, value in weights.items()
-    }
+def _unwrapped(name: str) -> str:
+    """Return the name that a weight has in the model without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _under(weights: dict[str, Any], prefix: str | None) -> tuple[dict[str, Any], str]:
     """Return the weights under a prefix, without it, and the prefix: the given one, or what all names begin with."""
-    first = _first_components(weights)
+    first = sorted({name.split(".")[0] + "." * ("." in name) for name in weights})
     if prefix is None:
         prefix = first[0] if len(first) == 1 and first[0].endswith(".") else ""
     elif prefix and not prefix.endswith("."):
         prefix += "."
     chosen = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not chosen:
-        raise UserError(
-            f"nothing is under --prefix {prefix!r}; names begin with {_some(first) or 'nothing: no weights'}"
-        )
+        raise UserError(f"nothing is under --prefix {prefix!r}; names begin with {shorten(', '.join(first), 300)}")
     return chosen, prefix
-
-
-def _first_components(weights: dict[str, Any]) -> list[str]:
-    """Return what the names begin with: with the dot where more follows, as --prefix takes it."""
-    return sorted({name.split(".")[0] + "." * ("." in name) for name in weights})
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:12]) + (" …" if len(names) > 12 else "")
 
 
 def _write(weights: dict[str, Any], out: Path, facts: dict[str, str]) -> None:
     try:
         with replacing(out) as temporary:
             if out.suffix == ".pt":
-                torch.save(_copies(weights, share=True), temporary)
+                torch.save(weights, temporary)  # tied weights are stored once
             else:
                 _write_safetensors(weights, temporary, facts)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
@@ -138,28 +120,13 @@ def _write_safetensors(weights: dict[str, Any], path: Path, facts: dict[str, str
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    if others := sorted(name for name, value in weights.items() if not isinstance(value, Tensor)):
-        raise UserError(f".safetensors holds tensors alone and {_some(others)} are none: give a name that ends in .pt")
-    path.touch()
+    if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+        raise UserError(f".safetensors holds tensors alone, and {others[0]} is none: give a name that ends in .pt")
     mode = path.stat().st_mode  # save_file would let nobody but the owner read it
     try:
         # Tied weights are there under each of their names, without which they would not load with strict=True.
-        save_file(_copies(weights, share=False), path, metadata={"format": "pt", **facts})
+        copies = {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
+        save_file(copies, path, metadata={"format": "pt", **facts})
     except SafetensorError as error:
         raise OSError(str(error)) from error
     path.chmod(mode)
-
-
-def _copies(weights: dict[str, Any], *, share: bool) -> dict[str, Any]:
-    """Return contiguous copies, without the rest of a storage that they are a view of; tied ones stay tied."""
-    made: dict[Any, Tensor] = {}
-    copies: dict[str, Any] = {}
-    for name, value in weights.items():
-        if not isinstance(value, Tensor):
-            copies[name] = value
-            continue
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype) if share and value.numel() else name
-        if key not in made:
-            made[key] = value.detach().clone(memory_format=torch.contiguous_format)
-        copies[name] = made[key]
-    return copies
