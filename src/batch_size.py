@@ -6,13 +6,11 @@
 Everything that is not listed here goes to `fit`. Each micro batch is tried for a few steps by the real command, in
 processes of its own with runs in a folder that is deleted: real module, data, strategy, precision and compilation, and
 what runs out of memory takes nothing along. A step of a trial has at most `PASSES` passes: more take the same memory
-and time per sample. The first trial is the middle size, its peak says which size should fill the memory, and what is
-left between the largest that fits and the smallest that does not is halved. Exit code 0: the last line is what to
-paste; 71: not even the smallest fits.
+and time per sample. The first trial is the middle size; then it halves what lies between the largest that fits and the
+smallest that does not. Exit code 0: the last line is what to paste; 71: not even the smallest fits.
 """
 
 import argparse
-import bisect
 import csv
 import os
 import shutil
@@ -37,7 +35,6 @@ from src.cli import ProjectCLI
 from src.engine import exit_codes
 from src.engine.errors import UserError
 from src.engine.files import read_json
-from src.engine.memory.usage import STATE_BYTES
 from src.engine.preparation import prepare_yaml, quieten
 from src.engine.resolve.batch import BatchPlan, divisors
 from src.engine.resolve.hardware import process_environment, read_shape
@@ -69,7 +66,6 @@ class Trial:
     peak: float | None  # GiB, of the rank that took most; None where memory ran out
     speed: float = 0.0  # samples/s over all ranks
     card: float | None = None  # GiB that the card has; None on a CPU
-    state: float = 0.0  # GiB of weights, gradients and Adam's moments on a rank, reckoned
     said: str = ""  # where memory ran out
 
 
@@ -96,34 +92,15 @@ def plan_here(config: Namespace) -> BatchPlan:
     return plan
 
 
-def search(
-    sizes: list[int],
-    attempt: Callable[[int], Trial],
-    fits: Callable[[Trial], bool],
-    fill: Callable[[Trial], float | None],
-) -> list[Trial]:
-    """Find the largest size that fits, in at most `most_trials` trials.
-
-    The first trial is the middle one. `fill` says of a trial that fits which size should fill the memory: that is the
-    second one; after it the sizes between the largest that fits and the smallest that does not are halved.
-    """
+def search(sizes: list[int], attempt: Callable[[int], Trial], fits: Callable[[Trial], bool]) -> list[Trial]:
+    """Find the largest size that fits by halving, in at most `len(sizes).bit_length()` trials."""
     trials: list[Trial] = []
-    good, bad, index, filled = -1, len(sizes), (len(sizes) - 1) // 2, False
+    good, bad = -1, len(sizes)
     while bad - good > 1:
+        index = (good + bad) // 2
         trials.append(attempt(sizes[index]))
         good, bad = (index, bad) if fits(trials[-1]) else (good, index)
-        index = (good + bad) // 2
-        if good >= 0 and not filled and (size := fill(trials[-1])) is not None:
-            filled = True
-            index = max(good, min(bad - 1, bisect.bisect_right(sizes, size) - 1))
-            if index == good:
-                index = good + 1  # the arithmetic is rough: see that the next one does not fit
     return trials
-
-
-def most_trials(count: int) -> int:
-    """Return how many trials `search` makes at most among `count` sizes: halving, and one that is reckoned."""
-    return count.bit_length() + 1
 
 
 def attempt(root: Path, arguments: list[str], micro_batch_size: int, steps: int, minutes: float) -> Trial:
@@ -162,10 +139,7 @@ def attempt(root: Path, arguments: list[str], micro_batch_size: int, steps: int,
     # The first step starts the loaders and compiles.
     speed = statistics.median(float(row["perf/samples_per_sec"]) for row in rows[1:])
     peak = max(float(row["perf/peak_memory_gib"]) for row in rows)
-    manifest = read_json(folder / "runs/trial/manifest.json")
-    ranks = manifest["world_size"] if "fsdp" in manifest["strategy"].lower() else 1
-    state = manifest["parameters"] * STATE_BYTES / 2**30 / ranks
-    return Trial(micro_batch_size, peak, speed, manifest["card_memory_gib"], state)
+    return Trial(micro_batch_size, peak, speed, read_json(folder / "runs/trial/manifest.json")["card_memory_gib"])
 
 
 def find(config: Namespace, arguments: list[str], options: argparse.Namespace) -> int:
@@ -181,67 +155,43 @@ def find(config: Namespace, arguments: list[str], options: argparse.Namespace) -
         few = ["--trainer.num_nodes", "1", "--global_batch_size", str(passes * size * devices)]
         if config.trainer.accumulate_grad_batches != 1:
             few += ["--trainer.accumulate_grad_batches", str(passes)]
-        trial = attempt(
-            folder, [*arguments, *batch_options(config, plan, size), *few], size, options.steps, options.trial_minutes
-        )
-        print(_row(trial, plan.share // size, _fits(trial, options)), flush=True)
+        given = [*arguments, *batch_options(config, plan, size), *few]
+        trial = attempt(folder, given, size, options.steps, options.trial_minutes)
+        outcome = "out of memory" if trial.peak is None else f"{trial.peak:>8.2f}  {trial.speed:>9.1f}"
+        over = "  over the limit" if trial.peak is not None and not fits(trial) else ""
+        print(f"{size:>11}  {plan.share // size:>12}  {outcome}{over}", flush=True)
         return trial
 
+    def fits(trial: Trial) -> bool:
+        limit = None if trial.card is None else trial.card * (1 - options.headroom)
+        return trial.peak is not None and (limit is None or trial.peak <= limit)
+
     print(f"global batch {plan.global_batch_size}: {plan.share} a step on each of {plan.world_size} device(s)")
-    count = most_trials(len(sizes))
+    count = len(sizes).bit_length()
     print(
         f"at most {count} trials of {options.steps} steps with up to {PASSES} passes each, "
         f"{count * options.trial_minutes:g} min in all (--trial-minutes {options.trial_minutes:g})"
     )
     print(f"{'micro batch':>11}  {'accumulation':>12}  {'peak GiB':>8}  {'samples/s':>9}", flush=True)
     try:
-        trials = search(sizes, tried, lambda trial: _fits(trial, options), lambda trial: _fill(trial, options))
+        trials = search(sizes, tried, fits)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    good = [trial for trial in trials if _fits(trial, options)]
+    good = [trial for trial in trials if fits(trial)]
     if not good:
         print(f"error: not even a micro batch of {sizes[0]} fits\n{trials[-1].said}".rstrip(), file=sys.stderr)
         return exit_codes.OUT_OF_MEMORY
     best = max(good, key=lambda trial: trial.speed)
-    if (room := _room(best, options)) is None:
+    if best.card is None:
         print("note: no limit of memory is known on a CPU, so speed alone decides")
     else:
+        room = best.card * (1 - options.headroom)
         print(f"memory: up to {room:.2f} GiB a device, so that {options.headroom:.0%} stay free")
     if nodes > 1:
         print(f"note: tried on one node of {nodes}: fsdp takes less memory over all of them")
-    print(
-        "the fastest of those that fit, with the same global batch:",
-        *batch_options(config, plan, best.micro_batch_size),
-    )
+    paste = batch_options(config, plan, best.micro_batch_size)
+    print("the fastest of those that fit, with the same global batch:", *paste)
     return 0
-
-
-def _room(trial: Trial, options: argparse.Namespace) -> float | None:
-    return None if trial.card is None else trial.card * (1 - options.headroom)
-
-
-def _fits(trial: Trial, options: argparse.Namespace) -> bool:
-    room = _room(trial, options)
-    return trial.peak is not None and (room is None or trial.peak <= room)
-
-
-def _fill(trial: Trial, options: argparse.Namespace) -> float | None:
-    """Return the size that should fill the memory; None where no limit is known.
-
-    Weights, gradients and Adam's moments are taken whatever the batch; the rest of the peak grows with it.
-    """
-    room = _room(trial, options)
-    if room is None or trial.peak is None:
-        return None
-    state = trial.state if trial.state < trial.peak else 0.0
-    return trial.micro_batch_size * (room - state) / max(trial.peak - state, 1e-6)
-
-
-def _row(trial: Trial, accumulation: int, fits: bool) -> str:
-    start = f"{trial.micro_batch_size:>11}  {accumulation:>12}  "
-    if trial.peak is None:
-        return f"{start}out of memory"
-    return f"{start}{trial.peak:>8.2f}  {trial.speed:>9.1f}{'' if fits else '  over the limit'}"
 
 
 def main(argv: list[str] | None = None) -> int:

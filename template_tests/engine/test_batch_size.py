@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from src import batch_size
-from src.batch_size import FailedError, Settings, Trial, most_trials, search
+from src.batch_size import FailedError, Settings, Trial, search
 from src.cli import ProjectCLI
 from src.engine import exit_codes
 from src.engine.resolve.batch import divisors
@@ -53,49 +53,40 @@ def world(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("share", "most", "fill", "tried"),
+    ("share", "most", "tried"),
     [
-        (256, 100, None, [16, 64, 128]),  # without a limit: halved
-        (256, 100, 90.0, [16, 64, 128]),  # the arithmetic is right
-        (256, 100, 300.0, [16, 256, 64, 128]),  # and where it is wrong
-        (256, 100, 3.0, [16, 32, 128, 64]),
-        (256, 3, 300.0, [16, 2, 8, 4]),
-        (96, 40, 47.9, [8, 32, 48]),
-        (7, 6, 100.0, [1, 7]),
-        (1, 1, None, [1]),
-        (12, 0, None, [3, 1]),
+        (256, 100, [16, 64, 128]),
+        (256, 256, [16, 64, 128, 256]),
+        (256, 3, [16, 2, 4]),
+        (96, 40, [8, 24, 48, 32]),
+        (7, 6, [1, 7]),
+        (1, 1, [1]),
+        (12, 0, [3, 1]),
     ],
 )
-def test_it_begins_in_the_middle_and_goes_where_the_memory_is_full(
-    share: int, most: int, fill: float | None, tried: list[int]
-) -> None:
+def test_it_begins_in_the_middle_and_halves(share: int, most: int, tried: list[int]) -> None:
     """The largest divisor that fits is found, none is tried twice, and the trials are as few as was said."""
     sizes = divisors(share)
-    trials = search(
-        sizes, lambda size: Trial(size, 1.0), lambda trial: trial.micro_batch_size <= most, lambda trial: fill
-    )
+    trials = search(sizes, lambda size: Trial(size, 1.0), lambda trial: trial.micro_batch_size <= most)
     assert [trial.micro_batch_size for trial in trials] == tried
     best = max((size for size in sizes if size <= most), default=None)
     assert best == max((size for size in tried if size <= most), default=None)
-    assert len(tried) <= most_trials(len(sizes))
+    assert len(tried) <= len(sizes).bit_length()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9, 16, 20])
 def test_no_search_has_more_trials_than_was_said(count: int) -> None:
-    """Whatever fits, and however wrong the arithmetic is."""
+    """Whatever fits."""
     sizes = list(range(1, count + 1))
 
-    def tried(most: int, fill: float | None) -> list[int]:
-        trials = search(
-            sizes, lambda size: Trial(size, 1.0), lambda trial: trial.micro_batch_size <= most, lambda _: fill
-        )
+    def tried(most: int) -> list[int]:
+        trials = search(sizes, lambda size: Trial(size, 1.0), lambda trial: trial.micro_batch_size <= most)
         return [trial.micro_batch_size for trial in trials]
 
     for most in range(count + 1):
-        for fill in (None, *sizes):
-            found = tried(most, fill)
-            assert len(found) <= most_trials(count)
-            assert max((size for size in found if size <= most), default=0) == most
+        found = tried(most)
+        assert len(found) <= count.bit_length()
+        assert max((size for size in found if size <= most), default=0) == most
 
 
 @pytest.mark.parametrize(
@@ -137,11 +128,11 @@ def test_the_fastest_that_leaves_room_is_chosen(finder: Finder, world: list[tupl
     """A larger micro batch is not always faster; one that fills the card to the last tenth is too large."""
     code, said, _ = finder(*CPU, *CRAMPED, "--global_batch_size", "60")
     assert code == 0
-    assert [size for size, _ in world] == [6, 15, 30, 20]  # 2 GiB a sample: the second trial is the one that fills 36
+    assert [size for size, _ in world] == [6, 15, 30, 20]  # 2 GiB a sample: 15 fit into 36, 20 do not
     rows = {line.split()[0]: line for line in said.splitlines()[3:]}
     assert rows["20"].endswith("over the limit")
     assert rows["15"].split() == ["15", "4", "30.00", "91.0"]
-    assert "at most 5 trials of 4 steps with up to 4 passes each, 25 min in all" in said
+    assert "at most 4 trials of 4 steps with up to 4 passes each, 20 min in all" in said
     assert "memory: up to 36.00 GiB a device, so that 10% stay free" in said
     assert said.splitlines()[-1].endswith(": --micro_batch_size 6")
 
