@@ -76,10 +76,6 @@ class Training:
             time.sleep(0.02)
         return time.monotonic()
 
-    def half_saved(self) -> bool:
-        """Return whether the kill came in the middle of a save."""
-        return any((self.run / "checkpoints").glob(TEMPORARY.format(name="*")))
-
 
 def resume(folder: Path, arguments: list[str], kills: int, seed: int) -> list[str]:
     """Return what differs between the uninterrupted and the killed training, one line each."""
@@ -96,9 +92,11 @@ def resume(folder: Path, arguments: list[str], kills: int, seed: int) -> list[st
                 continue
             print(f"note: the training was over after {done} kills; more steps would take more", flush=True)
             break
-        done, in_saves = done + 1, in_saves + killed.half_saved()
+        # What a save has begun and not ended is still there.
+        in_save = any((killed.run / "checkpoints").glob(TEMPORARY.format(name="*")))
+        done, in_saves = done + 1, in_saves + in_save
         steps = max((path.name for path in killed.run.glob("checkpoints/step=*.ckpt")), default="none")
-        print(f"kill {done} of {kills}{', in a save' if killed.half_saved() else ''}; newest: {steps}", flush=True)
+        print(f"kill {done} of {kills}{', in a save' if in_save else ''}; newest: {steps}", flush=True)
     if not (killed.run / "DONE").exists():
         killed.train()
     print(f"{done} kills, {in_saves} of them in the middle of a save", flush=True)
