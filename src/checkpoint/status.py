@@ -42,7 +42,7 @@ def state_of(run: Path, now: float | None = None) -> State:
     now = time.time() if now is None else now
     summary, beat = read_json(run / "summary.json"), read_json(run / HEARTBEAT_FILE)
     signs = [beat["written"]] if "written" in beat else []
-    if "written" in summary:
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # no summary, or a date that nobody can read
         signs.append(datetime.datetime.fromisoformat(summary["written"]).timestamp())
     # Of a run that was killed each of these is of another moment.
     saved = map(step_in_name, ours(run / FOLDER, "newest")[-1:])
@@ -75,7 +75,7 @@ def state_of(run: Path, now: float | None = None) -> State:
 
 def _is_gone(beat: dict[str, Any]) -> bool:
     """Return whether the process that wrote the sign of life ran on this machine and has ended."""
-    return beat.get("host") == socket.gethostname() and not Path(f"/proc/{beat['pid']}").exists()
+    return beat.get("host") == socket.gethostname() and not Path(f"/proc/{beat.get('pid')}").exists()
 
 
 def last_rows(run: Path) -> list[tuple[int, float | None]]:

@@ -111,6 +111,13 @@ def test_a_heartbeat_from_the_future_is_fresh(tmp_path: Path) -> None:
     assert state_of(a_run(tmp_path, "mine", exit_reason="running", written=moment(-600)), NOW).name == "running"
 
 
+def test_a_date_that_nobody_can_read_is_none(tmp_path: Path) -> None:
+    """The other files of the run still tell how it stands."""
+    run = a_run(tmp_path, "mine", 10, exit_reason="stopped", written="yesterday", last_step=10)
+    told = state_of(run, NOW)
+    assert (told.name, told.last_step, told.written) == ("stopped", 10, None)
+
+
 def test_who_holds_the_lock_runs(tmp_path: Path) -> None:
     """A held lock means running, whatever the summary says, with the holder; long silence is no end."""
     run = a_run(tmp_path, "mine", exit_reason="crashed", written=moment(1000))
